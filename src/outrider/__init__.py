@@ -1,0 +1,30 @@
+"""Outrider: lossless speculative decoding for language models with any kind of state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.api import Engine, Result, load
+    from outrider.custom_generate import custom_generate
+    from outrider.options import Options
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "Options", "Result", "custom_generate", "load"]
+
+_HOMES = {
+    "Engine": "outrider.api",
+    "Result": "outrider.api",
+    "load": "outrider.api",
+    "custom_generate": "outrider.custom_generate",
+    "Options": "outrider.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `outrider --help` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,243 @@
+"""What users call: `load` an engine, `generate`, `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.controller import Controller
+from outrider.drafters.base import Drafter
+from outrider.drafters.catalog import make_controller, make_drafter
+from outrider.engine import Run
+from outrider.models.catalog import DEFAULT
+from outrider.models.loading import load_model
+from outrider.models.selftest import SelfTest, tree_model
+from outrider.options import Options, fresh_seed, options_from
+from outrider.sampling import Sampler
+from outrider.sequence import Piece, Sequence, TokenLogprob
+from outrider.stats import Stats
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was written after one prompt.
+
+    Args:
+        text: the new text; stop strings and special tokens are left out.
+        token_ids: the new tokens, EOS included.
+        finish_reason: "stop" (EOS or a stop string) or "length" (budget or context).
+        prompt_tokens: length of the prompt.
+        seed: the seed in force; the same seed gives the same result.
+        stats: counts and clocks.
+        logprobs: per new token, when asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    seed: int
+    stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Engine:
+    """A target, a drafter, and the tokenizer between them and text. Made by `load`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        drafter: Any = "auto",
+        **loading: Any,
+    ) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.target, self.selftest = tree_model(model)
+        self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
+        self._auto = make_controller("auto", self.drafter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target's weights."""
+        return self.model.dtype
+
+    @property
+    def way(self) -> SelfTest:
+        """How the target scores trees."""
+        return self.selftest
+
+    @property
+    def model_eos(self) -> list[int]:
+        """Ids that end a text by the model's own configuration."""
+        own = getattr(self.model.generation_config, "eos_token_id", None)
+        if own is None and self.tokenizer is not None:
+            own = self.tokenizer.eos_token_id
+        return [] if own is None else [own] if isinstance(own, int) else list(own)
+
+    def encode(self, prompt: Any, chat: bool = True) -> list[int]:
+        """Token ids of a text (as a user's message where the tokenizer has a chat template), messages, or ids.
+
+        Raises:
+            ValueError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, torch.Tensor):
+            prompt = prompt.flatten().tolist()
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty; give at least one token or character to continue")
+        if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
+            bad = [i for i in prompt if not 0 <= i < self.target.vocab]
+            if bad:
+                raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab}; check the tokenizer")
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError(f"model {self.name!r} has no tokenizer; pass token ids instead of text")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str) and not (chat and self.tokenizer.chat_template):
+            ids = self.tokenizer(prompt)["input_ids"]
+        else:
+            ids = self._apply_template(messages)
+        if not ids:
+            raise ValueError("the prompt has no tokens; give some text to continue")
+        return list(ids)
+
+    def _apply_template(self, messages: list[Any]) -> list[int]:
+        assert self.tokenizer is not None
+        if not all(isinstance(m, Mapping) and "role" in m and "content" in m for m in messages):
+            raise ValueError("chat messages must be dicts with 'role' and 'content'; got something else")
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"model {self.name!r} has no chat template; pass text or token ids instead of messages")
+        out = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(out["input_ids"])
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Any, *, shape: Any = "auto", chat: bool = True, seed: int | list[int] | None = None, **options: Any
+    ) -> Any:
+        """Continue one prompt, or each of a list of prompts.
+
+        Args:
+            prompt: text, chat messages, token ids, or a list of these for a batch.
+            shape: "auto", "off", or anything `parse_shape` reads.
+            chat: put a text into the tokenizer's chat template.
+            seed: one for all rows, or one per row.
+            options: see `Options`.
+
+        Returns:
+            A `Result`, or a list of them for a batch; each row is what it would be alone.
+
+        Raises:
+            ValueError: for options that are unknown or impossible.
+        """
+        prompts, single = _as_batch(prompt)
+        run, seeds = self._run(prompts, shape, chat, seed, options)
+        for _ in run.pieces():
+            pass
+        results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
+        return results[0] if single else results
+
+    def stream(
+        self, prompt: Any, *, shape: Any = "auto", chat: bool = True, seed: int | list[int] | None = None, **options: Any
+    ) -> Generator[Piece, None, Any]:
+        """Like `generate`, but hands out every token as it is committed, with a mark on drafted ones. The iterator's return
+        value is what `generate` would return."""
+        prompts, single = _as_batch(prompt)
+        run, seeds = self._run(prompts, shape, chat, seed, options)
+
+        def pieces() -> Generator[Piece, None, Any]:
+            yield from run.pieces()
+            results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
+            return results[0] if single else results
+
+        return pieces()
+
+    def _run(
+        self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
+    ) -> tuple[Run, list[int]]:
+        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)  # type: ignore[list-item]
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
+        options = [options_from({**given, "seed": one}) for one in seeds]
+        # all rows of an unseeded call share one fresh seed, as rows of a seeded call share theirs
+        fresh = fresh_seed() if options[0].temperature > 0 and None in seeds else 0
+        used = [fresh if one is None else one for one in seeds]
+        ids = [self.encode(prompt, chat) for prompt in prompts]
+        sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
+        controller = self._controller(shape)
+        return Run(self.target, self.drafter, controller, sequences), used
+
+    def _controller(self, shape: Any) -> Controller:
+        return self._auto if shape is None or shape == "auto" else make_controller(shape, self.drafter)
+
+    def _sequence(self, row: int, ids: list[int], options: Options, seed: int) -> Sequence:
+        limit = self.target.context or len(ids) + options.max_new_tokens
+        if len(ids) >= limit and options.max_new_tokens > 0 and self.target.context is not None:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the model's context is {limit}; shorten the prompt to at most {limit - 1}"
+            )
+        eos = options.eos_ids(self.model_eos)
+        sampler = Sampler(options, seed, len(ids), eos, self.target.vocab, self.model.device)
+        return Sequence(row, ids, sampler, options, eos, limit, self.tokenizer)
+
+
+def load(
+    target: str | PreTrainedModel = DEFAULT,
+    drafter: Any = "auto",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    threads: int | None = None,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """An engine for a target.
+
+    Args:
+        target: an alias (`outrider models` lists them), a hub id, a folder, a GGUF file, or a live model.
+        drafter: "auto", "off", "ngram", "oracle:RATE", a model in any of these forms, a `Drafter`, or a list (merged).
+        tokenizer: for a live model, which brings none.
+        dtype: by default bfloat16 where the machine is good at it, else float32.
+        device: by default a GPU where there is one.
+        threads: CPU threads of torch; by default left as they are.
+        trust_remote_code: run code that comes with a model.
+
+    Raises:
+        ValueError: with one sentence, when something does not exist or does not fit.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}; give at least 1")
+        torch.set_num_threads(threads)
+    loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    loaded = load_model(target, **loading)  # type: ignore[arg-type]
+    loading["dtype"] = dtype or loaded.model.dtype
+    loading["device"] = device or loaded.model.device
+    return Engine(loaded.model, tokenizer or loaded.tokenizer, loaded.name, drafter, **loading)
+
+
+def _as_batch(prompt: Any) -> tuple[list[Any], bool]:
+    """Prompts of a call, and whether it was a single one."""
+    if isinstance(prompt, torch.Tensor):
+        return ([*prompt], False) if prompt.ndim == 2 else ([prompt], True)
+    if isinstance(prompt, str) or not isinstance(prompt, (list, tuple)):
+        return [prompt], True
+    if len(prompt) == 0:
+        raise ValueError("the prompt is empty; give at least one token or character to continue")
+    return ([prompt], True) if isinstance(prompt[0], (int, Mapping)) else (list(prompt), False)
+
+
+def _result(sequence: Sequence, seed: int) -> Result:
+    return Result(
+        text=sequence.text.text,
+        token_ids=sequence.new_ids,
+        finish_reason=sequence.finish_reason or "length",
+        prompt_tokens=sequence.prompt_length,
+        seed=seed,
+        stats=sequence.stats,
+        logprobs=sequence.logprobs if sequence.options.logprobs is not None else None,
+    )

@@ -1,0 +1,115 @@
+"""Keys and values of an attention layer: the committed prefix, and tree nodes behind it.
+
+Slot s < length holds the committed token at position s. Pending nodes lie behind the longest row's prefix. A node sees the
+committed prefix of its row and its ancestors; windows count positions along the path, not slots. A commit gathers the
+path's slots into place.
+
+Shapes: B rows, H key-value heads, S slots, D head size, N new nodes, M pending nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class AttentionLayer:
+    """Preallocated keys and values of one layer."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys_BHSD: Tensor | None = None
+        self.values_BHSD: Tensor | None = None
+
+    def write(self, keys_BHND: Tensor, values_BHND: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Put new keys and values at slots `start`... and return everything up to their end."""
+        end = start + keys_BHND.shape[2]
+        if self.keys_BHSD is None or end > self.capacity:
+            self._allocate(keys_BHND, values_BHND, end)
+        assert self.keys_BHSD is not None and self.values_BHSD is not None
+        self.keys_BHSD[:, :, start:end] = keys_BHND
+        self.values_BHSD[:, :, start:end] = values_BHND
+        return self.keys_BHSD[:, :, :end], self.values_BHSD[:, :, :end]
+
+    def _allocate(self, keys: Tensor, values: Tensor, needed: int) -> None:
+        old = self.keys_BHSD, self.values_BHSD
+        if needed > self.capacity:
+            self.capacity = max(needed, self.capacity + self.capacity // 2)
+        # zeros, not empty: masked slots still pass through the products, and 0 * NaN is NaN
+        self.keys_BHSD = keys.new_zeros(*keys.shape[:2], self.capacity, keys.shape[3])
+        self.values_BHSD = values.new_zeros(*values.shape[:2], self.capacity, values.shape[3])
+        if old[0] is not None and old[1] is not None:
+            self.keys_BHSD[:, :, : old[0].shape[2]] = old[0]
+            self.values_BHSD[:, :, : old[1].shape[2]] = old[1]
+
+    def move(self, row: int, slots: Tensor, target: int) -> None:
+        """Gather `slots` of a row into consecutive slots from `target` on."""
+        if self.keys_BHSD is None or self.values_BHSD is None:
+            return
+        end = target + len(slots)
+        self.keys_BHSD[row, :, target:end] = self.keys_BHSD[row].index_select(1, slots)
+        self.values_BHSD[row, :, target:end] = self.values_BHSD[row].index_select(1, slots)
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows."""
+        if self.keys_BHSD is not None and self.values_BHSD is not None:
+            self.keys_BHSD = self.keys_BHSD.index_select(0, rows)
+            self.values_BHSD = self.values_BHSD.index_select(0, rows)
+
+    @classmethod
+    def stack(cls, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+        """One layer of the rows of several, whose prefixes may differ in length."""
+        out = cls(max(layer.capacity for layer in layers))
+        for name in ("keys_BHSD", "values_BHSD"):
+            parts = [getattr(layer, name) for layer in layers]
+            known = next((part for part in parts if part is not None), None)
+            if known is None:
+                continue
+            full = known.new_zeros(len(parts), known.shape[1], out.capacity, known.shape[3])
+            for row, part in enumerate(parts):
+                if part is not None:
+                    full[row, :, : part.shape[2]] = part[0]
+            setattr(out, name, full)
+        return out
+
+    def bytes(self) -> int:
+        """Memory held."""
+        tensors = [t for t in (self.keys_BHSD, self.values_BHSD) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def visibility(
+    lengths: Sequence[int], base: int, depths_BM: np.ndarray, ancestors_BNM: np.ndarray, window: int | None
+) -> np.ndarray:
+    """Which slots each new node sees, bool [B, N, base + M].
+
+    Args:
+        lengths: committed tokens of each row.
+        base: the first slot of pending nodes: the longest row's length.
+        depths_BM: depths of all pending nodes; the last N are the new ones.
+        ancestors_BNM: of each new node, which pending nodes are its ancestors or itself.
+        window: a node sees only the last `window` positions of its path, itself included; None sees all.
+    """
+    batch, new, _ = ancestors_BNM.shape
+    slots_S = np.arange(base)
+    lengths_B = np.asarray(lengths)
+    prefix_BNS = np.broadcast_to(slots_S < lengths_B[:, None, None], (batch, new, base))
+    if window is not None:
+        depths_BN = depths_BM[:, -new:]
+        positions_BN = lengths_B[:, None] + depths_BN
+        prefix_BNS = prefix_BNS & (positions_BN[:, :, None] - slots_S < window)
+        ancestors_BNM = ancestors_BNM & (depths_BN[:, :, None] - depths_BM[:, None, :] < window)
+    return np.concatenate([prefix_BNS, ancestors_BNM], axis=2)
+
+
+def additive_mask(visible_BNS: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 4D mask that is added to attention scores: 0 where visible, the lowest finite number elsewhere, [B, 1, N, S].
+
+    Additive, since a boolean mask is silently misread by eager attention.
+    """
+    visible = torch.from_numpy(visible_BNS).to(device)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

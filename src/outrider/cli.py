@@ -1,0 +1,318 @@
+"""The `outrider` command: reads options, calls the library, prints. People get colours and tables, scripts get `--json`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from outrider.api import Engine, Result
+
+
+class _Group(TyperGroup):
+    """Errors that users can mend are one line and exit 2; `--debug` shows where they come from."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(f"outrider: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="The same text, sooner: lossless speculative decoding for language models with any kind of state.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other in one run.")
+app.add_typer(bench, name="bench")
+
+Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
+DrafterName = Annotated[
+    str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
+]
+DType = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 where the machine is good at it.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template.")]
+
+
+@app.callback()
+def _main(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
+    pass
+
+
+def _load(target: str, drafter: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:
+    from outrider.api import load
+
+    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(jsonlib.dumps(value, ensure_ascii=False))
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2, best16, or paths [[0],[0,0],[1]].")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, with or without drafting.")] = None,
+    rule: Annotated[str, typer.Option(help="coupled (the very text of plain decoding) or mss (equal in law).")] = "coupled",
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
+    chat: Chat = True,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    show_draft: Annotated[bool, typer.Option("--show-draft", help="Colour tokens that were drafted.")] = False,
+    json: Json = False,
+) -> None:
+    """Continue a prompt, streaming."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty; give some text, or - to read standard input")
+    start = time.perf_counter()
+    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
+    loaded = time.perf_counter() - start
+    pieces = engine.stream(
+        text,
+        shape=shape,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        rule=rule,
+        stop=stop or (),
+    )
+    result = _follow(pieces, None if json else Console(highlight=False, soft_wrap=True), show_draft)
+    if json:
+        _print_json(_result_json(engine, result, rule, loaded))
+    else:
+        Console(stderr=True, highlight=False, style="dim").print(_summary(engine, result), soft_wrap=True)
+
+
+def _follow(pieces: Any, console: Console | None, show_draft: bool) -> Result:
+    """Print pieces as they come; returns the generator's result."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            if console:
+                console.print()
+            result: Result = end.value
+            return result
+        if console and piece.text:
+            style = "green" if show_draft and piece.drafted else None
+            console.print(piece.text, end="", style=style, markup=False)
+            console.file.flush()
+
+
+def _summary(engine: Engine, result: Result) -> str:
+    stats = result.stats
+    shapes = ", ".join(f"{name} {count}" for name, count in stats.shapes.most_common(4)) or "none"
+    drafter = engine.drafter.name if engine.drafter else "off"
+    return (
+        f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.acceptance_length:.2f} tokens per pass, drafter {drafter}, shapes {shapes}"
+    )
+
+
+def _result_json(engine: Engine, result: Result, rule: str, loaded: float) -> dict[str, Any]:
+    stats = result.stats
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": len(result.token_ids),
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_second": stats.tokens_per_second,
+        "seconds": {"load": loaded, **stats.seconds},
+        "shapes": dict(stats.shapes),
+        "target": engine.name,
+        "drafter": engine.drafter.name if engine.drafter else "off",
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "rule": rule,
+        "seed": result.seed,
+    }
+
+
+# ---- models and doctor -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def models(json: Json = False) -> None:
+    """List the models that have a short name, and where they stand."""
+    from dataclasses import asdict
+
+    from outrider.models.loading import list_models
+
+    known = list_models()
+    if json:
+        _print_json([asdict(info) for info in known])
+        return
+    from rich.table import Table
+
+    table = Table("name", "parameters", "download", "state", "license", "about")
+    for info in known:
+        state = "ready" if info.is_converted else "fetched" if info.is_fetched else "not fetched"
+        name = f"{info.name} (default)" if info.is_default else info.name
+        size = f"{info.num_parameters / 1e6:.0f}M", f"{info.download_bytes / 1e6:.0f} MB"
+        table.add_row(name, *size, state, info.license, info.about)
+    Console().print(table)
+
+
+@app.command()
+def doctor(
+    target: Annotated[str | None, typer.Option(help="Test this model too (it is loaded).")] = None,
+    drafter: DrafterName = "off",
+    dtype: DType = None,
+    device: Device = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Tell what this machine is good at, how models score trees on it, and what memory a run needs."""
+    from outrider.doctor import examine, render
+
+    report = examine(target, drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if json:
+        _print_json(report)
+    else:
+        render(report, Console())
+
+
+# ---- certify and bench -----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def certify(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    prompts: Annotated[
+        str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
+    ] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="For the sampled checks.")] = 0.7,
+    samples: Annotated[int, typer.Option(help="Draws for the exact-law test of mss.")] = 400,
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes to try; repeatable.")] = None,
+    rules: Annotated[str, typer.Option(help="What to prove: greedy, coupled, mss.")] = "greedy,coupled,mss",
+    seed: Annotated[int, typer.Option(help="Seed of the sampled checks.")] = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Prove on your own pair that speculation changes nothing. Exit 0: certified; 1: not, with the evidence."""
+    from outrider.bench.certify import DEFAULT_SHAPES
+    from outrider.bench.certify import certify as prove
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("certify", quiet=json) as tell:
+        certificate = prove(
+            engine,
+            load_tasks(prompts, limit),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            samples=samples,
+            seeds=(seed,),
+            shapes=tuple(shape) if shape else DEFAULT_SHAPES,
+            rules=tuple(rules.split(",")),
+            progress=tell,
+        )
+    if json:
+        _print_json(certificate.to_json())
+    else:
+        certificate.render(Console())
+    raise typer.Exit(0 if certificate.certified else 1)
+
+
+@bench.command()
+def speed(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[
+        str, typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas.")
+    ] = "humaneval,gsm8k,mtbench,copy",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    methods: Annotated[
+        str, typer.Option(help="transformers, transformers-lookup, plain, auto and shapes like chain5 or 3x2x2.")
+    ] = "transformers,transformers-lookup,plain,auto",
+    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare decoding methods prompt by prompt, and check that all write the same text."""
+    from outrider.bench.report import render, to_json
+    from outrider.bench.runner import parse_methods, run_speed
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    chosen = parse_methods(methods)
+    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("bench speed", quiet=json) as tell:
+        report = run_speed(
+            engine,
+            load_tasks(tasks, limit),
+            chosen,
+            max_new_tokens,
+            repeat=repeat,
+            temperature=temperature,
+            seed=seed,
+            progress=tell,
+        )
+    if json:
+        _print_json(to_json(report, limit=limit))
+    else:
+        render(report, Console())
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

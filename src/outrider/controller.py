@@ -1,0 +1,87 @@
+"""Which shape to draft in the next round: a fixed one, or a bandit over several by measured tokens per second.
+
+Whatever a controller does, the text stays the same: a shape may depend only on what was emitted and on clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.tree import OFF, Shape
+
+
+class Controller(Protocol):
+    """Chooses a shape and hears what it brought."""
+
+    def choose(self) -> Shape:
+        """The shape of the next round."""
+        ...
+
+    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
+        """What a round of this shape drafted, emitted and took."""
+        ...
+
+
+class Fixed:
+    """Always the same shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def choose(self) -> Shape:
+        """The shape."""
+        return self.shape
+
+    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class Bandit:
+    """UCB over shapes, rewarded with tokens per second of wall clock; one arm is always "off".
+
+    The rule of Mamba Drafters, section 3.2: argmax mean + exploration * sqrt(2 ln t / n). Means are discounted so that they
+    follow the text, and measured in units of the best arm, so that `exploration` is a share of its speed.
+
+    A round in which the drafter proposed nothing says what plain decoding costs, whatever arm was drawn.
+
+    Args:
+        arms: shapes; "off" is added if missing.
+        exploration: weight of uncertainty.
+        discount: weight that a round loses with every later round of its arm.
+    """
+
+    def __init__(self, arms: Sequence[Shape], exploration: float = 0.05, discount: float = 0.95) -> None:
+        self.arms = {arm.name: arm for arm in [*arms, OFF]}
+        self.exploration, self.discount = exploration, discount
+        self.tokens = dict.fromkeys(self.arms, 0.0)
+        self.seconds = dict.fromkeys(self.arms, 0.0)
+        self.pulls = dict.fromkeys(self.arms, 0.0)
+
+    def speed(self, name: str) -> float:
+        """Tokens per second of an arm."""
+        return self.tokens[name] / self.seconds[name] if self.seconds[name] else 0.0
+
+    def choose(self) -> Shape:
+        """Each arm once, then the best upper bound."""
+        for name, arm in self.arms.items():
+            if not self.pulls[name]:
+                return arm
+        best = max(map(self.speed, self.arms))
+        total = math.log(1.0 + sum(self.pulls.values()))
+
+        def bound(name: str) -> float:
+            return self.speed(name) / best + self.exploration * math.sqrt(2 * total / self.pulls[name])
+
+        return self.arms[max(self.arms, key=bound)]
+
+    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
+        """Count a round towards its arm."""
+        name = shape.name if drafted else OFF.name
+        if name not in self.arms or seconds <= 0:
+            return
+        if shape.name != name and shape.name in self.arms and not self.pulls[shape.name]:
+            return  # an arm that had nothing to draft is still to be tried
+        for table, value in ((self.tokens, emitted), (self.seconds, seconds), (self.pulls, 1.0)):
+            table[name] = table[name] * self.discount + value

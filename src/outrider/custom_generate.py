@@ -1,0 +1,126 @@
+"""Inside transformers: `model.generate(**inputs, custom_generate=outrider.custom_generate, drafter="ngram")`.
+
+transformers prepares processors and stopping rules; this runs them on the engine. Every processor of the prepared list sees
+what it would see in plain `generate`, padding included.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from outrider import noise
+from outrider.drafters.catalog import make_controller, make_drafter
+from outrider.engine import Run
+from outrider.models.protocol import TreeModel
+from outrider.models.selftest import tree_model
+from outrider.options import LogitsProcessor, Options, fresh_seed
+from outrider.sampling import Sampler
+from outrider.sequence import Sequence
+
+_tree_models: weakref.WeakKeyDictionary[PreTrainedModel, TreeModel] = weakref.WeakKeyDictionary()
+
+
+class _Padded:
+    """A processor that sees the row's left padding in front of the ids, as it does in plain `generate`."""
+
+    def __init__(self, processor: LogitsProcessor, padding: Tensor, row: int) -> None:
+        self.processor, self.padding = processor, padding
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor):  # one number per row of the batch; this copy serves one row
+            self.processor = copy.copy(processor)
+            self.processor.prompt_ignore_length = int(ignored[row])  # type: ignore[attr-defined]
+
+    def __call__(self, ids_RL: Tensor, scores_RV: Tensor) -> Tensor:
+        return self.processor(torch.cat([self.padding.expand(len(ids_RL), -1), ids_RL], dim=1), scores_RV)
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: Any = "auto",
+    shape: Any = "auto",
+    rule: str = "coupled",
+    seed: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Continue `input_ids` [B, L] as `generate` would, with speculation.
+
+    Args:
+        drafter, shape, rule, seed: as in `outrider.load` and `Engine.generate`.
+
+    Returns:
+        Token ids [B, L + new], padded on the right.
+
+    Raises:
+        ValueError: for generation modes and outputs that speculation does not give.
+    """
+    _refuse_unsupported(model, generation_config, model_kwargs)
+    target = _tree_models.get(model)
+    if target is None:
+        target = _tree_models[model] = tree_model(model)[0]
+    drafts = make_drafter(drafter, target, None)
+    sample = bool(generation_config.do_sample)
+    first_seed = seed if seed is not None else fresh_seed() if sample else 0
+    mask = model_kwargs.get("attention_mask")
+    sequences = []
+    for row, ids in enumerate(input_ids):
+        padding = ids[: int((mask[row] == 0).sum())] if mask is not None else ids[:0]
+        row_seed = first_seed if row == 0 else noise.mix(first_seed, row)
+        options = Options(
+            max_new_tokens=generation_config.max_length - input_ids.shape[1],
+            temperature=1.0 if sample else 0.0,  # the prepared processors hold the real temperature
+            logits_processor=[_Padded(p, padding[None], row) for p in logits_processor],
+            rule=rule,
+        )
+        prompt = ids[len(padding) :].tolist()
+        sampler = Sampler(options, row_seed, len(prompt), frozenset(), target.vocab, model.device)
+        limit = target.context or len(prompt) + options.max_new_tokens
+        sequence = Sequence(row, prompt, sampler, options, frozenset(), limit, None)
+        sequence.stop_when = _Criteria(stopping_criteria, padding)
+        sequences.append(sequence)
+    for _ in Run(target, drafts, make_controller(shape, drafts), sequences).pieces():
+        pass
+    out = _padded_output(input_ids, [s.new_ids for s in sequences], generation_config)
+    return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
+
+
+class _Criteria:
+    """transformers' stopping rules for one row."""
+
+    def __init__(self, criteria: StoppingCriteriaList, padding: Tensor) -> None:
+        self.criteria, self.padding = criteria, padding
+
+    def __call__(self, ids: list[int]) -> bool:
+        full = torch.cat([self.padding, torch.tensor(ids, device=self.padding.device)])[None]
+        return bool(self.criteria(full, None)[0])
+
+
+def _refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError("encoder-decoder models are not supported; use a decoder-only model")
+    if config.num_beams > 1:
+        raise ValueError("beam search cannot be speculated losslessly here; use num_beams=1")
+    if "inputs_embeds" in model_kwargs:
+        raise ValueError("inputs_embeds are not supported; pass input_ids")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported with speculation; leave it out, or use plain generate")
+
+
+def _padded_output(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> Tensor:
+    pad = getattr(config, "_pad_token_tensor", None)
+    fill = int(pad) if pad is not None else 0
+    longest = max(map(len, rows))
+    new = [row + [fill] * (longest - len(row)) for row in rows]
+    return torch.cat([input_ids, torch.tensor(new, dtype=input_ids.dtype, device=input_ids.device)], dim=1)

@@ -1,0 +1,249 @@
+"""Any TreeModel as a drafter: the tree grows level by level, each level one `extend` of the drafter.
+
+Children are chosen by the target's own processing and, under the coupled rule, by the target's own noise, which makes
+agreement likely. A recurrent drafter needs nothing special: its nodes are batch rows of the cache (Mamba Drafters, 3).
+
+Shapes: F frontier nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider import noise
+from outrider.models.protocol import TreeModel, TreeState
+from outrider.sampling import Sampler
+from outrider.tree import Shape, TokenTree
+from outrider.verify import ONE_HOT, Draft, Law, Trial, Verdict
+
+CATCH_UP = 64  # tokens fed at once when the drafter is behind
+
+
+@dataclass
+class _Growth:
+    """A tree in the making, for one row."""
+
+    tree: TokenTree
+    context: list[int]
+    fed: dict[int, int]  # tree node -> pending node of the drafter
+    chain: list[int]  # pending nodes that lead to the root, the root last
+    trials: dict[int, list[Trial]] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=lambda: [0])
+    scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, for best-first growth
+
+
+class LMDrafter:
+    """A language model that drafts.
+
+    Args:
+        model: the drafter, q.
+        name: for people.
+        vocab: ids that the target knows; others are never proposed.
+    """
+
+    def __init__(self, model: TreeModel, name: str, vocab: int | None = None) -> None:
+        self.model, self.name = model, name
+        self.vocab = min(model.vocab, vocab or model.vocab)
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
+    ) -> LMDraftState:
+        """Prefill the prompts, without the root."""
+        return LMDraftState(self, prompts, samplers, room, stream)
+
+
+class LMDraftState:
+    """The drafter's side of B sequences."""
+
+    def __init__(
+        self, drafter: LMDrafter, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int
+    ) -> None:
+        self.drafter, self.samplers, self.room = drafter, list(samplers), room
+        self.stream, self.rounds = stream, 0
+        self.offsets = [self._offset(len(prompt)) for prompt in prompts]
+        self.state = self._prefill(prompts)
+        self.growths: list[_Growth] = []
+
+    # -- following the text ----------------------------------------------------------------------------------------
+
+    def _offset(self, length: int) -> int:
+        """How much of the text a drafter of short context must leave out: when full, it starts again with half."""
+        context = self.drafter.model.context
+        return 0 if context is None or length + 1 < context else length + 1 - max(context // 2, 1)
+
+    def _prefill(self, contexts: Sequence[Sequence[int]]) -> TreeState:
+        seen = [list(context[offset:-1]) for context, offset in zip(contexts, self.offsets)]
+        return self.drafter.model.begin(seen, self.room)
+
+    def _catch_up(self, contexts: Sequence[Sequence[int]], depth: int) -> Tensor:
+        """Feed what the drafter has not seen, the root last; logits after the root of each row, [B, V]."""
+        limit = self.drafter.model.context
+        if limit is not None:
+            full = [len(c) - o + depth >= limit for c, o in zip(contexts, self.offsets)]
+            if any(full):
+                self.offsets = [
+                    max(o, len(c) - max(min(limit // 2, limit - depth - 1), 1)) if f else o
+                    for c, o, f in zip(contexts, self.offsets, full)
+                ]
+                self.state = self._prefill(contexts)
+        while True:
+            behind = [list(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
+            chunk = [row[:CATCH_UP] for row in behind]
+            parents = [list(range(-1, len(row) - 1)) for row in chunk]
+            logits = self.state.extend(chunk, parents)
+            if all(len(row) <= CATCH_UP for row in behind):
+                break
+            # rows that are nearly there must keep their root for the last chunk
+            self.state.commit([range(len(row) if len(rest) > CATCH_UP else len(row) - 1) for row, rest in zip(chunk, behind)])
+        self.growths = [
+            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))))
+            for context, row in zip(contexts, chunk)
+        ]
+        return logits[torch.arange(len(chunk)), torch.tensor([len(row) - 1 for row in chunk])]
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
+        """Grow every row's tree by its shape."""
+        self.rounds += 1
+        depth = max(shape.depth for shape in shapes)
+        logits = [row_V[None] for row_V in self._catch_up(contexts, depth)]
+        if (limit := self.drafter.model.context) is not None:
+            room = [limit - len(context) + offset for context, offset in zip(contexts, self.offsets)]
+            shapes = [shape.cut(max(free, 0)) for shape, free in zip(shapes, room)]
+            depth = max(shape.depth for shape in shapes)
+        for level in range(depth):
+            for row, growth in enumerate(self.growths):
+                if level < shapes[row].depth:
+                    self._choose_children(growth, self.samplers[row], shapes[row], level, logits[row])
+                else:
+                    growth.frontier = []
+            if level + 1 < depth:
+                logits = self._feed_frontier(shapes, level)
+        return [self._finish(growth, shape) for growth, shape in zip(self.growths, shapes)]
+
+    def _feed_frontier(self, shapes: Sequence[Shape], level: int) -> list[Tensor]:
+        """Extend the drafter by the nodes that get children next; their logits per row, [F, V]."""
+        feeds = []
+        for growth, shape in zip(self.growths, shapes):
+            if level + 1 >= shape.depth:
+                feeds.append([])
+            elif shape.budget:
+                feeds.append(sorted(growth.frontier, key=lambda n: -growth.scores[n])[: max(1, shape.budget // 2)])
+            else:
+                counts = shape.levels[level + 1]
+                feeds.append([n for i, n in enumerate(growth.frontier) if i < len(counts) and counts[i]])
+        start = self.state.pending
+        tokens = [[g.tree.tokens[n] for n in feed] for g, feed in zip(self.growths, feeds)]
+        parents = [[g.fed[g.tree.parents[n]] for n in feed] for g, feed in zip(self.growths, feeds)]
+        if not any(feeds):
+            return [torch.empty(0)] * len(feeds)
+        logits_BFV = self.state.extend(tokens, parents)
+        for growth, feed in zip(self.growths, feeds):
+            growth.fed.update({node: start + i for i, node in enumerate(feed)})
+        return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
+
+    def _choose_children(
+        self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FV: Tensor
+    ) -> None:
+        """Hang children under the frontier nodes that were fed, and make them the next frontier."""
+        fed = [n for n in growth.frontier if n in growth.fed]
+        growth.frontier = []
+        if not fed:
+            return
+        counts = [shape.levels[level][0]] * len(fed) if shape.budget else [c for c in shape.levels[level] if c]
+        vocab = min(self.drafter.vocab, sampler.vocab)
+        paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in fed]
+        scores_FV = sampler.scores(paths, logits_FV[:, :vocab])
+        salt = noise.mix(self.stream, self.rounds)
+        chosen = choose(scores_FV, counts, sampler, len(paths[0]), salt, one_hot=bool(shape.budget))
+        logq_FV = scores_FV.log_softmax(-1) if shape.budget else None
+        for place, node in enumerate(fed):
+            for token, law in chosen[place]:
+                child = growth.tree.add_once(node, token)
+                growth.trials.setdefault(node, []).append(Trial(child, law))
+                if child not in growth.frontier:
+                    growth.frontier.append(child)
+                if logq_FV is not None:
+                    growth.scores[child] = growth.scores[node] + float(logq_FV[place, token])
+
+    def _finish(self, growth: _Growth, shape: Shape) -> Draft:
+        if shape.budget and growth.tree.drafted > shape.budget:
+            _prune(growth, shape.budget)
+        return Draft(growth.tree, growth.trials)
+
+    # -- the verdict -----------------------------------------------------------------------------------------------
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """Commit what was fed of each kept path; an accepted leaf that was never fed is caught up next time."""
+        paths = []
+        for growth, verdict in zip(self.growths, verdicts):
+            path = list(growth.chain)
+            for node in verdict.path[1:]:
+                if node not in growth.fed:
+                    break
+                path.append(growth.fed[node])
+            paths.append(path)
+        self.state.commit(paths)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.state.keep(rows)
+        self.samplers = [self.samplers[r] for r in rows]
+        self.offsets = [self.offsets[r] for r in rows]
+
+
+def choose(
+    scores_FV: Tensor, counts: Sequence[int], sampler: Sampler, position: int, salt: int, one_hot: bool = False
+) -> list[list[tuple[int, Law]]]:
+    """Children of each frontier node in draw order, with the law each was drawn from.
+
+    Under the coupled rule: the best of the scores plus the target's noise. Under mss by `draft_sampling`: the top k (one-hot
+    laws), draws without replacement (the sorted race of scores plus noise), or independent draws.
+    """
+    method = sampler.options.draft_sampling
+    if sampler.options.rule == "coupled" or sampler.greedy or one_hot or method == "topk":
+        if sampler.options.rule == "coupled" and not sampler.greedy:
+            scores_FV = scores_FV + sampler.noise(position, scores_FV.shape[-1], scores_FV.device)
+        return [[(t, ONE_HOT) for t in row[:count]] for row, count in zip(_top(scores_FV, max(counts)), counts)]
+    q_FV = scores_FV.softmax(-1)
+    size = scores_FV.shape[-1]
+    chosen: list[list[tuple[int, Law]]] = []
+    for place, count in enumerate(counts):
+        q_V, picked = q_FV[place], []
+        if method == "iid":
+            for draw in range(count):
+                noise_V = sampler.draft_noise(noise.mix(salt, place, draw), position, size, scores_FV.device)
+                picked.append((int((scores_FV[place] + noise_V).argmax()), Law(q_V)))
+        else:
+            noise_V = sampler.draft_noise(noise.mix(salt, place), position, size, scores_FV.device)
+            for token in _top((scores_FV[place] + noise_V)[None], count)[0]:
+                picked.append((token, Law(q_V, tuple(t for t, _ in picked))))
+        chosen.append(picked)
+    return chosen
+
+
+def _top(scores_FV: Tensor, count: int) -> list[list[int]]:
+    """The `count` best tokens of each row, best first, impossible ones left out."""
+    values, tokens = scores_FV.topk(min(count, scores_FV.shape[-1]), dim=-1)
+    possible = (values > float("-inf")).tolist()
+    return [[t for t, ok in zip(row, oks) if ok] for row, oks in zip(tokens.tolist(), possible)]
+
+
+def _prune(growth: _Growth, budget: int) -> None:
+    """Keep the `budget` nodes of highest cumulative probability (OPT-Tree); ancestors outrank descendants."""
+    order = sorted(range(1, len(growth.tree)), key=lambda n: (-growth.scores[n], n))[:budget]
+    old, tree, renamed = growth.tree, TokenTree(growth.tree.root), {0: 0}
+    for node in sorted(order):
+        renamed[node] = tree.add(renamed[old.parents[node]], old.tokens[node])
+    trials = {
+        renamed[parent]: [Trial(renamed[t.node], t.law) for t in tried if t.node in renamed]
+        for parent, tried in growth.trials.items()
+        if parent in renamed
+    }
+    growth.fed = {renamed[node]: at for node, at in growth.fed.items() if node in renamed}
+    growth.tree, growth.trials = tree, trials

@@ -1,0 +1,97 @@
+"""The engine: prefill, then rounds of propose, score, verify, commit, until every sequence has stopped.
+
+It knows protocols (`TreeModel`, `Drafter`, `Controller`) and no class behind them. Plain decoding is the same loop with
+nothing drafted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from outrider.controller import Controller
+from outrider.drafters.base import Drafter, DraftState
+from outrider.models.protocol import TreeModel
+from outrider.sequence import Piece, Sequence, alive
+from outrider.stats import Clock
+from outrider.tree import OFF, Shape, TokenTree
+from outrider.verify import Draft
+
+SPARE_NODES = 64  # room for a tree behind the longest text
+
+
+@dataclass
+class Run:
+    """Sequences on their way through rounds."""
+
+    target: TreeModel
+    drafter: Drafter | None
+    controller: Controller
+    sequences: list[Sequence]
+
+    def __post_init__(self) -> None:
+        self.clock, self.start = Clock(), time.perf_counter()
+        self.rows = [self.sequences[i] for i in alive(self.sequences)]
+        self.drafting: DraftState | None = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """Run to the end, handing out tokens as they are committed."""
+        if self.rows:
+            self._begin()
+        while self.rows:
+            yield from self._round()
+        total = time.perf_counter() - self.start
+        for sequence in self.sequences:
+            sequence.stats.seconds = {**self.clock.seconds, "total": total}
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
+        with self.clock.phase("prefill"):
+            room = max(row.remaining for row in self.rows) + SPARE_NODES
+            self.state = self.target.begin([row.ids[:-1] for row in self.rows], room)
+            if self.drafter is not None:
+                samplers = [row.sampler for row in self.rows]
+                self.drafting = self.drafter.begin([row.ids for row in self.rows], samplers, room)
+
+    @torch.inference_mode()
+    def _round(self) -> list[Piece]:
+        before, shape = self.clock.spent(), self.controller.choose() if self.drafting else OFF
+        with self.clock.phase("draft"):
+            drafts = self._propose(shape)
+        with self.clock.phase("verify"):
+            trees = [draft.tree for draft in drafts]
+            logits_BNV = self.state.extend([tree.tokens for tree in trees], [tree.parents for tree in trees])
+            verdicts = [row.verify(draft, logits_BNV[i]) for i, (row, draft) in enumerate(zip(self.rows, drafts))]
+        with self.clock.phase("commit"):
+            self.state.commit([verdict.path for verdict in verdicts])
+            if self.drafting and shape.depth:
+                self.drafting.observe(verdicts)
+        pieces = []
+        for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
+            emitted = row.emit(tree, verdict, logits_BNV[i])
+            name = shape.name if tree.drafted else OFF.name
+            row.stats.add_round(name, tree.drafted, verdict.accepted, max(tree.depths), len(emitted))
+            pieces += emitted
+        self.controller.reward(shape, sum(t.drafted for t in trees), len(pieces), self.clock.spent() - before)
+        self._drop_finished()
+        return pieces
+
+    def _propose(self, shape: Shape) -> list[Draft]:
+        """A tree per row, never deeper than what the row may still write."""
+        if self.drafting is None or not shape.depth:
+            return [Draft(TokenTree(row.ids[-1]), {}) for row in self.rows]
+        return self.drafting.propose([row.ids for row in self.rows], [shape.cut(row.remaining - 1) for row in self.rows])
+
+    def _drop_finished(self) -> None:
+        keep = alive(self.rows)
+        if len(keep) == len(self.rows):
+            return
+        self.rows = [self.rows[i] for i in keep]
+        if keep:
+            with self.clock.phase("commit"):
+                self.state.keep(keep)
+                if self.drafting:
+                    self.drafting.keep(keep)

@@ -1,0 +1,60 @@
+"""What every model offers, target or drafter: begin, extend, commit.
+
+The engine and the drafters know these two protocols and no class behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Rows = Sequence[Sequence[int]]
+
+
+class TreeState(Protocol):
+    """B sequences in flight: committed prefixes, and pending nodes behind them."""
+
+    lengths: list[int]
+    """Committed tokens of each row."""
+
+    pending: int
+    """Pending nodes of each row, padding included: the index that the next node gets."""
+
+    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes and return logits after each, [B, N, V] with N the longest row.
+
+        Reads the committed state and never writes it. Parents are indices of pending nodes of the row, or -1 for the
+        committed prefix; rows may bring different numbers of nodes, down to none.
+        """
+        ...
+
+    def commit(self, paths: Rows) -> None:
+        """Per row, a path of pending nodes joins the committed state; every other node is forgotten."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+    def bytes(self) -> int:
+        """Memory of the state."""
+        ...
+
+
+class TreeModel(Protocol):
+    """A language model that can score trees."""
+
+    vocab: int
+    """Size of the logits."""
+
+    context: int | None
+    """Most tokens of a sequence; None is unlimited."""
+
+    way: str
+    """How trees are scored, for people to read."""
+
+    def begin(self, prompts: Rows, room: int = 0) -> TreeState:
+        """Prefill B prompts (they may be empty) and make room for `room` more tokens or nodes a row."""
+        ...

@@ -1,0 +1,117 @@
+"""At load, a model shows that trees are scored right; the first way that does is the one it gets.
+
+transformers' families change often, and several feed a block of tokens onto a recurrent state wrongly. So nothing is
+believed: a small tree behind a short prefix is compared with plain forwards of each path, after a commit as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
+from outrider.models.protocol import TreeModel
+from outrider.models.tree_model import CachedTreeModel, Unsupported
+
+PREFIX = 5
+PARENTS = (-1, 0, 0, 1, 2, 3)
+PATH = (0, 2, 4)
+# largest allowed difference, relative to the largest logit; rounding stays far below, a leaking sibling far above
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass
+class SelfTest:
+    """How a model scores trees, and what led there."""
+
+    way: str
+    error: float
+    chunked_prefill: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
+    """The fastest TreeModel of a model that passes.
+
+    Raises:
+        ValueError: when even a plain forward gives no finite logits.
+    """
+    notes: list[str] = []
+    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (CachedTreeModel, StepwiseTreeModel)
+    limit = TOLERANCE.get(model.dtype, 1e-4)
+    for way in ways:
+        try:
+            candidate = way(model)
+            error = tree_error(candidate)
+        except Unsupported as reason:
+            notes.append(f"not {way.__name__}: {reason}")
+            continue
+        except (
+            RuntimeError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            KeyError,
+            AssertionError,
+            NotImplementedError,
+        ) as e:
+            notes.append(f"not {way.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200])
+            continue
+        if error <= limit:
+            chunked = getattr(candidate, "chunked_prefill", False) or _allow_chunks(candidate, limit)
+            return candidate, SelfTest(candidate.way, error, chunked, notes)
+        notes.append(f"not {way.__name__}: tree logits are off by {error:.1e} (limit {limit:.0e})")
+    slow = RecomputeTreeModel(model)
+    return slow, SelfTest(slow.way, tree_error(slow), False, notes)
+
+
+@torch.inference_mode()
+def tree_error(candidate: Any) -> float:
+    """Largest difference between tree logits and plain forwards, relative to the largest logit."""
+    vocab = candidate.vocab
+    tokens = [(7 * i + 3) % vocab for i in range(PREFIX + 2 * len(PARENTS))]
+    prefix, first, second = tokens[:PREFIX], tokens[PREFIX : PREFIX + len(PARENTS)], tokens[PREFIX + len(PARENTS) :]
+    state = candidate.begin([prefix], room=len(PARENTS))
+    logits = state.extend([first], [PARENTS])[0]
+    error = _compare(candidate, prefix, first, logits)
+    state.commit([PATH])
+    committed = prefix + [first[node] for node in PATH]
+    logits = state.extend([second[:3]], [PARENTS[:3]])[0]
+    return max(error, _compare(candidate, committed, second[:3], logits))
+
+
+def _compare(candidate: Any, prefix: list[int], tokens: list[int], logits_NV: torch.Tensor) -> float:
+    error = 0.0
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path.append(tokens[at])
+            at = PARENTS[at]
+        ids = torch.tensor([prefix + path[::-1]], device=candidate.device)
+        expected_V = candidate.model(input_ids=ids).logits[0, -1].float()
+        if not torch.isfinite(expected_V).all():
+            raise ValueError(
+                "the model's logits are not finite on a plain forward; its weights are damaged or the dtype too narrow: "
+                "try dtype float32"
+            )
+        error = max(error, float((logits_NV[node].float() - expected_V).abs().max() / expected_V.abs().max()))
+    return error
+
+
+def _allow_chunks(candidate: Any, limit: float) -> bool:
+    """Whether a block may be fed onto an existing state, so that long prompts can be prefilled in pieces."""
+    if not isinstance(candidate, CachedTreeModel):
+        return False
+    from outrider.models import tree_model as module
+
+    candidate.chunked_prefill, whole = True, module.PREFILL_CHUNK
+    module.PREFILL_CHUNK = 3
+    try:
+        candidate.chunked_prefill = tree_error(candidate) <= limit
+    finally:
+        module.PREFILL_CHUNK = whole
+    return candidate.chunked_prefill

@@ -1,0 +1,155 @@
+"""What a caller may ask of a generation: names, meanings and limits, checked once.
+
+Names are those of transformers' `GenerationConfig` where it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+RULES = ("coupled", "mss")
+DRAFT_SAMPLING = ("auto", "topk", "without_replacement", "iid")
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to continue a prompt.
+
+    Args:
+        max_new_tokens: most tokens to write; 0 writes none.
+        min_new_tokens: EOS is impossible before this many tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it and tokens drawn.
+        top_k, top_p, min_p, typical_p: keep only likely tokens (sampling only).
+        repetition_penalty: above 1 makes tokens of the prompt and text less likely (transformers' rule).
+        presence_penalty, frequency_penalty: subtracted once, and per occurrence, for tokens of the new text (OpenAI's rule).
+        no_repeat_ngram_size: no n-gram of this size occurs twice.
+        logit_bias: {token id: added to its logit}.
+        bad_words_ids: token sequences that must not appear.
+        logits_processor: further processors, `(input_ids [R, L], scores [R, V]) -> scores`, applied before the temperature;
+            each must be a pure function of its arguments.
+        seed: keys the noise by position; None draws a seed from torch's global generator and reports it.
+        eos_token_id: none, one or several ids that end the text; "model" takes the model's own.
+        stop: strings that end the text; the text is cut before the earliest, the token ids end with the token that
+            completes it.
+        rule: "coupled" (the text equals plain decoding with the same seed) or "mss" (equal in law).
+        draft_sampling: how a drafter model chooses children: "topk", "without_replacement", "iid", or "auto".
+        logprobs: number of alternatives reported beside each emitted token's log probability; None reports nothing.
+        logprobs_mode: "raw" (the model's law) or "processed" (the law that tokens are drawn from).
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    logits_processor: Sequence[LogitsProcessor] = ()
+    seed: int | None = None
+    eos_token_id: int | Sequence[int] | str | None = "model"
+    stop: str | Sequence[str] = ()
+    rule: str = "coupled"
+    draft_sampling: str = "auto"
+    logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        for name, allowed in (("rule", RULES), ("draft_sampling", DRAFT_SAMPLING), ("logprobs_mode", ("raw", "processed"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use {' or '.join(map(repr, allowed))}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ValueError(f"seed {self.seed!r} is not a whole number; give an int or None")
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise ValueError("stop holds something that is not a non-empty string; give one string or a list of strings")
+        if any(not words for words in self.bad_words_ids):
+            raise ValueError("bad_words_ids holds an empty list; each entry must name at least one token id")
+
+    def _check_ranges(self) -> None:
+        whole = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size")
+        for name in whole + (("logprobs",) if self.logprobs is not None else ()):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of 0 or more")
+        ranges = {
+            "temperature": (0.0, math.inf),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "typical_p": (0.0, 1.0),
+            "presence_penalty": (-math.inf, math.inf),
+            "frequency_penalty": (-math.inf, math.inf),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
+            if math.isinf(value):
+                raise ValueError(f"{name} is {value!r}; it must be finite")
+        if self.top_p == 0 or self.typical_p == 0:
+            raise ValueError("top_p and typical_p must be above 0; for greedy decoding use temperature 0")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0 (1 is none)")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def eos_ids(self, model_eos: Sequence[int]) -> frozenset[int]:
+        """The ids that end the text, given the model's own."""
+        if isinstance(self.eos_token_id, str):
+            if self.eos_token_id != "model":
+                raise ValueError(f"eos_token_id {self.eos_token_id!r} is not an id; give ids, None, or 'model'")
+            return frozenset(model_eos)
+        if self.eos_token_id is None:
+            return frozenset()
+        ids = [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise ValueError(f"eos_token_id {self.eos_token_id!r} is not a token id; give an id, a list of ids, or None")
+        return frozenset(ids)
+
+
+def options_from(given: Mapping[str, object]) -> Options:
+    """Options from keyword arguments.
+
+    Raises:
+        ValueError: for a name that is not an option, so that nothing is ignored silently.
+    """
+    known = {f.name for f in fields(Options)}
+    given = dict(given)
+    if "do_sample" in given:
+        sample = given.pop("do_sample")
+        if sample and not given.get("temperature"):
+            given["temperature"] = 1.0
+        if not sample:
+            given["temperature"] = 0.0
+    unknown = sorted(set(given) - known)
+    if unknown:
+        import difflib
+
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "see outrider.Options for the names"
+        raise ValueError(f"generate() has no option {unknown[0]!r}; {hint}")
+    if given.get("stop") is None:
+        given.pop("stop", None)
+    return Options(**given)  # type: ignore[arg-type]
+
+
+def fresh_seed() -> int:
+    """A seed from torch's global generator, so that `torch.manual_seed` governs unseeded runs."""
+    return int(torch.randint(0, 2**31 - 1, (1,)).item())

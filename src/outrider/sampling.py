@@ -1,0 +1,205 @@
+"""From logits to tokens: processors that see a node's own path, and noise keyed by position.
+
+A `Sampler` serves one sequence. It turns logits after any token sequence into the processed law, and picks from it. Target
+and drafter go through the same processing, so that both are compared as what they would really write.
+
+Shapes: R rows (nodes), L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from outrider import noise
+from outrider.options import LogitsProcessor, Options
+from outrider.tree import TokenTree
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class LogitBias:
+    """Adds a constant to the logits of some tokens."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self.ids, self.values = list(bias), list(bias.values())
+
+    def __call__(self, ids_RL: Tensor, scores_RV: Tensor) -> Tensor:
+        scores_RV = scores_RV.clone()
+        scores_RV[:, self.ids] += torch.tensor(self.values, dtype=scores_RV.dtype, device=scores_RV.device)
+        return scores_RV
+
+
+class NewTokenPenalty:
+    """Presence and frequency penalties over the tokens written after the prompt (OpenAI's definition)."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, ids_RL: Tensor, scores_RV: Tensor) -> Tensor:
+        new_RL = ids_RL[:, self.prompt_length :]
+        counts_RV = torch.zeros_like(scores_RV)
+        counts_RV.scatter_add_(1, new_RL, torch.ones_like(new_RL, dtype=scores_RV.dtype))
+        return scores_RV - self.frequency * counts_RV - self.presence * (counts_RV > 0)
+
+
+def build_processors(options: Options, prompt_length: int, eos: frozenset[int], device: str) -> list[LogitsProcessor]:
+    """What changes logits before the temperature, in transformers' order."""
+    chain: list[LogitsProcessor] = []
+    if options.logit_bias:
+        chain.append(LogitBias({int(k): float(v) for k, v in options.logit_bias.items()}))
+    if options.repetition_penalty != 1.0:
+        chain.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if options.presence_penalty or options.frequency_penalty:
+        chain.append(NewTokenPenalty(prompt_length, options.presence_penalty, options.frequency_penalty))
+    if options.no_repeat_ngram_size:
+        chain.append(NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
+    if options.bad_words_ids:
+        words = [list(map(int, word)) for word in options.bad_words_ids]
+        chain.append(NoBadWordsLogitsProcessor(words, eos_token_id=sorted(eos) or None))
+    if options.min_new_tokens and eos:
+        chain.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, sorted(eos), device=device)
+        )
+    return [*chain, *options.logits_processor]
+
+
+def build_warpers(options: Options) -> list[LogitsProcessor]:
+    """What cuts the law after the temperature, in transformers' order; nothing when greedy."""
+    chain: list[LogitsProcessor] = []
+    if options.temperature == 0:
+        return chain
+    if options.top_k:
+        chain.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        chain.append(TopPLogitsWarper(options.top_p))
+    if options.min_p > 0.0:
+        chain.append(MinPLogitsWarper(options.min_p))
+    if options.typical_p < 1.0:
+        chain.append(TypicalLogitsWarper(options.typical_p))
+    return chain
+
+
+class Sampler:
+    """Laws and picks of one sequence.
+
+    Args:
+        options: what the caller asked for.
+        seed: the seed in force.
+        prompt_length: tokens before the first new one.
+        eos: ids that end the text.
+        vocab: size of the target's vocabulary, V.
+        device: where logits live.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        seed: int,
+        prompt_length: int,
+        eos: frozenset[int],
+        vocab: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for token in [*options.logit_bias, *(t for word in options.bad_words_ids for t in word)]:
+            if not 0 <= int(token) < vocab:
+                raise ValueError(f"token id {token} is outside the vocabulary of {vocab}; check logit_bias and bad_words_ids")
+        self.options, self.seed, self.vocab = options, seed, vocab
+        self.greedy = options.temperature == 0
+        self.processors = build_processors(options, prompt_length, eos, str(device))
+        self.warpers = build_warpers(options)
+        self._noise: dict[int, Tensor] = {}
+
+    def scores(self, ids: Sequence[Sequence[int]], logits_RV: Tensor) -> Tensor:
+        """Processed, tempered, cut logits, float32 [R, V], after each of R token sequences of one length."""
+        scores_RV = logits_RV.float()
+        if self.processors or self.warpers:
+            ids_RL = torch.tensor(ids, dtype=torch.long, device=scores_RV.device)
+            if self.processors and scores_RV.data_ptr() == logits_RV.data_ptr():
+                scores_RV = scores_RV.clone()  # some processors write into their argument
+            for processor in self.processors:
+                scores_RV = processor(ids_RL, scores_RV)
+        if not self.greedy:
+            scores_RV = scores_RV / self.options.temperature
+            for warper in self.warpers:
+                scores_RV = warper(ids_RL, scores_RV)
+        return scores_RV
+
+    def noise(self, position: int, size: int, device: torch.device) -> Tensor:
+        """The target's noise for the token at `position`, [size]; zero when greedy."""
+        if self.greedy:
+            return torch.zeros(size, device=device)
+        if position not in self._noise:
+            if len(self._noise) >= 64:  # rounds look only a tree's depth ahead
+                self._noise.pop(next(iter(self._noise)))
+            self._noise[position] = noise.gumbel(self.seed, noise.TARGET, position, self.vocab, device)
+        return self._noise[position][:size]
+
+    def perturbed(self, ids: Sequence[Sequence[int]], logits_RV: Tensor) -> Tensor:
+        """Scores plus the target's noise at the next position: its argmax is what the coupled rule picks."""
+        scores_RV = self.scores(ids, logits_RV)
+        if self.greedy:
+            return scores_RV
+        return scores_RV + self.noise(len(ids[0]), scores_RV.shape[-1], scores_RV.device)
+
+    def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
+        """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
+        check_finite(logits_V)
+        return int(self.perturbed([ids], logits_V[None])[0].argmax())
+
+    def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
+        """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
+        check_finite(logits_V)
+        scores_V = self.scores([ids], logits_V[None])[0]
+        if self.greedy:
+            law_V = torch.zeros_like(scores_V)
+            law_V[scores_V.argmax()] = 1.0
+            return law_V
+        return scores_V.softmax(-1)
+
+    def picker(self, ids: Sequence[int], tree: TokenTree, logits_NV: Tensor) -> Callable[[int], int]:
+        """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
+
+        Only nodes that the walk visits are processed, each with its own path.
+        """
+        if self.greedy and not self.processors:
+            check_finite(logits_NV)
+            picks: list[int] = logits_NV.argmax(-1).tolist()
+            return picks.__getitem__
+        return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
+
+    def accept_uniform(self, position: int, trial: int) -> float:
+        """The number that decides a trial of multi-step speculative sampling."""
+        return noise.uniform(self.seed, noise.ACCEPT, position, trial)
+
+    def draw(self, position: int, law_V: Tensor) -> int:
+        """A token from a law, by a stream that neither drafter nor acceptance uses."""
+        gumbel_V = noise.gumbel(self.seed, noise.RESIDUAL, position, len(law_V), law_V.device)
+        return int((law_V.log() + gumbel_V).argmax())
+
+    def draft_noise(self, salt: int, position: int, size: int, device: torch.device) -> Tensor:
+        """Noise for a drafter's own draws; `salt` must differ from round to round."""
+        return noise.gumbel(noise.mix(self.seed, salt), noise.DRAFT, position, size, device)
+
+
+def check_finite(logits: Tensor) -> None:
+    """Refuse logits that no law can be made of.
+
+    Raises:
+        ValueError: for NaN or +inf.
+    """
+    highest = logits.max()
+    if not torch.isfinite(highest):
+        raise ValueError("the model's logits are not finite; check its weights, or load it with dtype float32")

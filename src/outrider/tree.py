@@ -1,0 +1,215 @@
+"""Token trees and the shapes they are grown in.
+
+A tree is a parent array in topological order: `parents[0] == -1` for the root, `parents[i] < i` for every other node.
+The root is the last emitted token: emitted, but not yet fed to either model. Every other node is a drafted token.
+A shape says how many children each node of a level gets. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+MAX_NODES = 1024
+
+
+@dataclass
+class TokenTree:
+    """Tokens with their parents; grows by `add`, in topological order.
+
+    Args:
+        root: token id of the root (node 0).
+    """
+
+    root: int
+    tokens: list[int] = field(init=False)
+    parents: list[int] = field(init=False)
+    depths: list[int] = field(init=False)
+    children: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.parents, self.depths, self.children = [self.root], [-1], [0], [[]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int) -> int:
+        """Hang a new node under `parent` and return its index."""
+        node = len(self.tokens)
+        assert 0 <= parent < node
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.children.append([])
+        self.children[parent].append(node)
+        return node
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` that carries `token`, if there is one."""
+        return next((c for c in self.children[parent] if self.tokens[c] == token), None)
+
+    def add_once(self, parent: int, token: int) -> int:
+        """Like `add`, but siblings with the same token are one node."""
+        found = self.child(parent, token)
+        return self.add(parent, token) if found is None else found
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from the root to `node`, both included."""
+        return [self.tokens[n] for n in self.path(node)]
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafted tokens: every node but the root."""
+        return len(self.tokens) - 1
+
+
+def ancestor_sets(parents: Sequence[int]) -> list[list[int]]:
+    """For every node the list of its ancestors and itself, in order of depth."""
+    ancestors: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), node])
+    return ancestors
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a drafter grows its tree.
+
+    Args:
+        levels: `levels[d][i]` is the number of children of the i-th node of depth d. `()` drafts nothing ("off").
+        budget: if positive, the tree is grown best first: nodes with the highest cumulative drafter probability, at most
+            `budget` of them in all, each with at most `levels[d][0]` children.
+        name: how users write it.
+    """
+
+    levels: tuple[tuple[int, ...], ...]
+    name: str
+    budget: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Number of sequential drafting levels."""
+        return len(self.levels)
+
+    @cached_property
+    def nodes(self) -> int:
+        """Largest number of drafted nodes."""
+        return self.budget or sum(sum(level) for level in self.levels)
+
+    @property
+    def width(self) -> int:
+        """Number of distinct continuations: the largest level."""
+        return max((sum(level) for level in self.levels), default=0)
+
+    def cut(self, depth: int) -> Shape:
+        """The same shape, no deeper than `depth`."""
+        return self if depth >= self.depth else Shape(self.levels[: max(depth, 0)], self.name, self.budget)
+
+
+OFF = Shape((), "off")
+
+
+def uniform(counts: Sequence[int]) -> Shape:
+    """The shape in which every node of level d gets `counts[d]` children: (3, 2, 2) drafts 3 + 6 + 12 nodes."""
+    levels, frontier = [], 1
+    for count in counts:
+        levels.append((count,) * frontier)
+        frontier *= count
+    return _checked(Shape(tuple(levels), "x".join(map(str, counts)) if counts else "off"), counts)
+
+
+def from_paths(paths: Sequence[Sequence[int]]) -> Shape:
+    """A ragged shape from the child ranks of each node: `[[0], [0, 0], [1]]` is a root with two children, the first of
+    which has one child."""
+    nodes = {tuple(int(r) for r in path) for path in paths}
+    for path in nodes:
+        if not path or path[-1] < 0:
+            raise ValueError(f"tree path {list(path)} is not a list of child ranks; write paths like [0], [0, 1]")
+        before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
+        if before and before not in nodes:
+            raise ValueError(f"tree path {list(path)} needs {list(before)} in the tree too; add it")
+    levels, frontier = [], [()]
+    while frontier:
+        counts = [sum(1 for p in nodes if p[:-1] == parent and len(p) == len(parent) + 1) for parent in frontier]
+        if not any(counts):
+            break
+        levels.append(tuple(counts))
+        frontier = [(*parent, rank) for parent, count in zip(frontier, counts) for rank in range(count)]
+    name = "tree:" + ",".join(".".join(map(str, p)) for p in sorted(nodes))
+    return _checked(Shape(tuple(levels), name), paths)
+
+
+def best_first(budget: int, depth: int = 0, width: int = 4) -> Shape:
+    """At most `budget` nodes, grown where the drafter believes most; `depth` levels (0 picks one from the budget)."""
+    if budget < 1 or width < 1:
+        raise ValueError(f"a best-first tree of {budget} nodes is impossible; give at least 1")
+    depth = depth or max(1, min(budget, (budget + 1) // 2, 8))
+    return _checked(Shape(((width,),) * depth, f"best{budget}x{depth}", budget), budget)
+
+
+def _checked(shape: Shape, given: object) -> Shape:
+    if any(count < 0 for level in shape.levels for count in level):
+        raise ValueError(f"shape {given!r} has a negative number of children; use positive whole numbers")
+    if any(sum(level) == 0 for level in shape.levels):
+        raise ValueError(f"shape {given!r} has a level without children; drop the 0 or write 'off'")
+    if shape.nodes > MAX_NODES:
+        raise ValueError(f"shape {given!r} has {shape.nodes} nodes, the limit is {MAX_NODES}; make it narrower")
+    return shape
+
+
+def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int]]) -> Shape:
+    """Read a shape as users write it.
+
+    "off"; a chain as 5 or "chain5" or "5"; "3x2x2", "(3,2,2)" or (3, 2, 2); ragged paths as [[0], [0, 0], [1]] or
+    "[[0],[0,0],[1]]"; "best16" or "best16x6" for a best-first tree of 16 nodes (and depth 6).
+
+    Raises:
+        ValueError: when it is none of these.
+    """
+    if isinstance(given, Shape):
+        return given
+    if isinstance(given, bool):
+        raise ValueError(f"shape {given!r} is not a shape; write 'off', 'chain5', '3x2x2' or 'best16'")
+    if isinstance(given, int):
+        return uniform((1,) * _count(given))
+    if isinstance(given, str):
+        return _parse_text(given)
+    items = list(given)
+    if items and all(isinstance(item, (list, tuple)) for item in items):
+        return from_paths(items)  # type: ignore[arg-type]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ValueError(f"shape {given!r} is not a list of whole numbers; write for example (3, 2, 2)")
+    if any(item < 1 for item in items):  # type: ignore[operator]
+        raise ValueError(f"shape {given!r} has a level without children; use positive whole numbers")
+    return uniform(items)  # type: ignore[arg-type]
+
+
+def _count(number: int) -> int:
+    if not 0 <= number <= MAX_NODES:
+        raise ValueError(f"a chain of {number} tokens is impossible; give 0 to {MAX_NODES}")
+    return number
+
+
+def _parse_text(text: str) -> Shape:
+    word = re.sub(r"\s", "", text.lower())
+    if word in ("off", "", "()", "0"):
+        return OFF
+    if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
+        return best_first(int(match[1]), int(match[2] or 0))
+    if match := re.fullmatch(r"(?:chain)?(\d{1,6})", word):
+        return uniform((1,) * _count(int(match[1])))
+    if re.fullmatch(r"\[(\[\d+(,\d+)*\],?)+\]", word):
+        return from_paths([[int(r) for r in part.split(",")] for part in re.findall(r"\[([\d,]+)\]", word)])
+    if re.fullmatch(r"\(?\d{1,6}([x,]\d{1,6})*,?\)?", word):
+        return parse_shape([int(part) for part in re.findall(r"\d+", word)])
+    raise ValueError(f"shape {text!r} is not understood; write 'auto', 'off', 'chain5', '3x2x2' or 'best16'")

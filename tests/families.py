@@ -83,9 +83,7 @@ def _configs() -> dict[str, functools.partial]:
         "qwen3_5_text": make(
             tf.Qwen3_5TextConfig, **{**ATTENTION, "num_hidden_layers": 3}, head_dim=8, **DELTA, layer_types=HYBRID
         ),
-        "olmo_hybrid": make(
-            tf.OlmoHybridConfig, **{**ATTENTION, "num_hidden_layers": 3}, **DELTA, layer_types=HYBRID
-        ),
+        "olmo_hybrid": make(tf.OlmoHybridConfig, **{**ATTENTION, "num_hidden_layers": 3}, **DELTA, layer_types=HYBRID),
         "granitemoehybrid": make(
             tf.GraniteMoeHybridConfig,
             **{**ATTENTION, "num_hidden_layers": 3},

@@ -92,7 +92,9 @@ class Engine:
         if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
             bad = [i for i in prompt if not 0 <= i < self.target.vocab]
             if bad:
-                raise ValueError(f"token id {bad[0]} is outside the vocabulary of {self.target.vocab}; check the tokenizer")
+                raise ValueError(
+                    f"token id {bad[0]} is outside the vocabulary of {self.target.vocab}; check the tokenizer"
+                )
             return list(prompt)
         if self.tokenizer is None:
             raise ValueError(f"model {self.name!r} has no tokenizer; pass token ids instead of text")
@@ -117,7 +119,13 @@ class Engine:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompt: Any, *, shape: Any = "auto", chat: bool = True, seed: int | list[int] | None = None, **options: Any
+        self,
+        prompt: Any,
+        *,
+        shape: Any = "auto",
+        chat: bool = True,
+        seed: int | list[int] | None = None,
+        **options: Any,
     ) -> Any:
         """Continue one prompt, or each of a list of prompts.
 
@@ -142,7 +150,13 @@ class Engine:
         return results[0] if single else results
 
     def stream(
-        self, prompt: Any, *, shape: Any = "auto", chat: bool = True, seed: int | list[int] | None = None, **options: Any
+        self,
+        prompt: Any,
+        *,
+        shape: Any = "auto",
+        chat: bool = True,
+        seed: int | list[int] | None = None,
+        **options: Any,
     ) -> Generator[Piece, None, Any]:
         """Like `generate`, but hands out every token as it is committed, with a mark on drafted ones. The iterator's return
         value is what `generate` would return."""
@@ -159,7 +173,7 @@ class Engine:
     def _run(
         self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
     ) -> tuple[Run, list[int]]:
-        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)  # type: ignore[list-item]
+        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
         options = [options_from({**given, "seed": one}) for one in seeds]

@@ -7,7 +7,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class _Group(TyperGroup):
     """Errors that users can mend are one line and exit 2; `--debug` shows where they come from."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except ValueError as error:
@@ -43,7 +42,9 @@ Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id
 DrafterName = Annotated[
     str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
 ]
-DType = Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 where the machine is good at it.")]
+DType = Annotated[
+    str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 where the machine is good at it.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
@@ -81,8 +82,12 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep this many most likely tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely, relative to the likeliest.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens already seen.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, with or without drafting.")] = None,
-    rule: Annotated[str, typer.Option(help="coupled (the very text of plain decoding) or mss (equal in law).")] = "coupled",
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same text, with or without drafting.")
+    ] = None,
+    rule: Annotated[
+        str, typer.Option(help="coupled (the very text of plain decoding) or mss (equal in law).")
+    ] = "coupled",
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     chat: Chat = True,
     dtype: DType = None,
@@ -268,7 +273,8 @@ def speed(
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
     tasks: Annotated[
-        str, typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas.")
+        str,
+        typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas."),
     ] = "humaneval,gsm8k,mtbench,copy",
     limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,

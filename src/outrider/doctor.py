@@ -53,7 +53,9 @@ def _machine() -> dict[str, Any]:
         "default_dtype": str(pick_dtype(device)).removeprefix("torch."),
         "versions": {k: facts[k] for k in ("python", "torch", "transformers", "outrider") if k in facts},
     }
-    machine["matmul_ms"] = {str(d).removeprefix("torch."): _matmul_ms(d, device) for d in (torch.float32, torch.bfloat16)}
+    machine["matmul_ms"] = {
+        str(d).removeprefix("torch."): _matmul_ms(d, device) for d in (torch.float32, torch.bfloat16)
+    }
     return machine
 
 

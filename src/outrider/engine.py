@@ -83,7 +83,9 @@ class Run:
         """A tree per row, never deeper than what the row may still write."""
         if self.drafting is None or not shape.depth:
             return [Draft(TokenTree(row.ids[-1]), {}) for row in self.rows]
-        return self.drafting.propose([row.ids for row in self.rows], [shape.cut(row.remaining - 1) for row in self.rows])
+        return self.drafting.propose(
+            [row.ids for row in self.rows], [shape.cut(row.remaining - 1) for row in self.rows]
+        )
 
     def _drop_finished(self) -> None:
         keep = alive(self.rows)

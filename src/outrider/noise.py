@@ -1,4 +1,4 @@
-"""Counter-based noise: every number is a hash of (seed, stream, position, token), so nothing depends on what was drawn before.
+"""Counter-based noise: every number is a hash of (seed, stream, position, token), whatever was drawn before.
 
 The same seed therefore gives the same text on every device, in every batch and with every drafter. Integer arithmetic modulo
 2**64 (the finaliser of SplitMix64) is the same everywhere; only the last logarithm is floating point.

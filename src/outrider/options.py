@@ -70,13 +70,19 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        for name, allowed in (("rule", RULES), ("draft_sampling", DRAFT_SAMPLING), ("logprobs_mode", ("raw", "processed"))):
+        for name, allowed in (
+            ("rule", RULES),
+            ("draft_sampling", DRAFT_SAMPLING),
+            ("logprobs_mode", ("raw", "processed")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use {' or '.join(map(repr, allowed))}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ValueError(f"seed {self.seed!r} is not a whole number; give an int or None")
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
-            raise ValueError("stop holds something that is not a non-empty string; give one string or a list of strings")
+            raise ValueError(
+                "stop holds something that is not a non-empty string; give one string or a list of strings"
+            )
         if any(not words for words in self.bad_words_ids):
             raise ValueError("bad_words_ids holds an empty list; each entry must name at least one token id")
 
@@ -103,7 +109,9 @@ class Options:
         if self.top_p == 0 or self.typical_p == 0:
             raise ValueError("top_p and typical_p must be above 0; for greedy decoding use temperature 0")
         if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0 (1 is none)")
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0 (1 is none)"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -120,7 +128,9 @@ class Options:
             return frozenset()
         ids = [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise ValueError(f"eos_token_id {self.eos_token_id!r} is not a token id; give an id, a list of ids, or None")
+            raise ValueError(
+                f"eos_token_id {self.eos_token_id!r} is not a token id; give an id, a list of ids, or None"
+            )
         return frozenset(ids)
 
 

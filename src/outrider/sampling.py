@@ -115,7 +115,9 @@ class Sampler:
     ) -> None:
         for token in [*options.logit_bias, *(t for word in options.bad_words_ids for t in word)]:
             if not 0 <= int(token) < vocab:
-                raise ValueError(f"token id {token} is outside the vocabulary of {vocab}; check logit_bias and bad_words_ids")
+                raise ValueError(
+                    f"token id {token} is outside the vocabulary of {vocab}; check logit_bias and bad_words_ids"
+                )
         self.options, self.seed, self.vocab = options, seed, vocab
         self.greedy = options.temperature == 0
         self.processors = build_processors(options, prompt_length, eos, str(device))

@@ -25,7 +25,7 @@ class Stats:
     emitted: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
     histogram: Counter[int] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: {phase: 0.0 for phase in (*PHASES, "total")})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
 
     def add_round(self, shape: str, drafted: int, accepted: int, deepest: int, emitted: int) -> None:
         """Count a round.
@@ -64,7 +64,7 @@ class Clock:
     """Seconds by phase."""
 
     def __init__(self) -> None:
-        self.seconds = {phase: 0.0 for phase in PHASES}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

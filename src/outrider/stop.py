@@ -58,9 +58,7 @@ class TextStream:
         self._look_for_stop(old)
 
     def _look_for_stop(self, old: int) -> None:
-        found = [
-            at for string in self.stop if (at := self.text.find(string, max(0, old - len(string) + 1))) >= 0
-        ]
+        found = [at for string in self.stop if (at := self.text.find(string, max(0, old - len(string) + 1))) >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
 

@@ -138,7 +138,8 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Shape:
         before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
         if before and before not in nodes:
             raise ValueError(f"tree path {list(path)} needs {list(before)} in the tree too; add it")
-    levels, frontier = [], [()]
+    levels: list[tuple[int, ...]] = []
+    frontier: list[tuple[int, ...]] = [()]
     while frontier:
         counts = [sum(1 for p in nodes if p[:-1] == parent and len(p) == len(parent) + 1) for parent in frontier]
         if not any(counts):

@@ -204,7 +204,7 @@ def wrap_mixer(mixer: nn.Module) -> None:
         return step_by_waves(cache, original, hidden, rest)
 
     forward.steps_trees = True  # type: ignore[attr-defined]
-    mixer.forward = forward  # type: ignore[method-assign]
+    mixer.forward = forward
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,5 +85,3 @@ def make_controller(given: Any, drafter: Drafter | None) -> Controller:
         controller: Controller = given
         return controller
     return Fixed(parse_shape(given))
-
-

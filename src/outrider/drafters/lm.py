@@ -98,7 +98,9 @@ class LMDraftState:
             if all(len(row) <= CATCH_UP for row in behind):
                 break
             # rows that are nearly there must keep their root for the last chunk
-            self.state.commit([range(len(row) if len(rest) > CATCH_UP else len(row) - 1) for row, rest in zip(chunk, behind)])
+            self.state.commit(
+                [range(len(row) if len(rest) > CATCH_UP else len(row) - 1) for row, rest in zip(chunk, behind)]
+            )
         self.growths = [
             _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))))
             for context, row in zip(contexts, chunk)
@@ -128,7 +130,7 @@ class LMDraftState:
 
     def _feed_frontier(self, shapes: Sequence[Shape], level: int) -> list[Tensor]:
         """Extend the drafter by the nodes that get children next; their logits per row, [F, V]."""
-        feeds = []
+        feeds: list[list[int]] = []
         for growth, shape in zip(self.growths, shapes):
             if level + 1 >= shape.depth:
                 feeds.append([])
@@ -147,9 +149,7 @@ class LMDraftState:
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
         return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
 
-    def _choose_children(
-        self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FV: Tensor
-    ) -> None:
+    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FV: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
         fed = [n for n in growth.frontier if n in growth.fed]
         growth.frontier = []

@@ -86,7 +86,8 @@ class NgramDraftState:
         drafts = []
         for index, context, shape in zip(self.indexes, contexts, shapes):
             index.follow(context)
-            tree, trials = TokenTree(context[-1]), {}
+            tree = TokenTree(context[-1])
+            trials: dict[int, list[Trial]] = {}
             most = shape.nodes if shape.budget else shape.width
             branches = index.continuations(context, shape.depth, most) if shape.depth else []
             for branch in branches:

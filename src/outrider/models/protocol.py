@@ -16,11 +16,15 @@ Rows = Sequence[Sequence[int]]
 class TreeState(Protocol):
     """B sequences in flight: committed prefixes, and pending nodes behind them."""
 
-    lengths: list[int]
-    """Committed tokens of each row."""
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        ...
 
-    pending: int
-    """Pending nodes of each row, padding included: the index that the next node gets."""
+    @property
+    def pending(self) -> int:
+        """Pending nodes of each row, padding included: the index that the next node gets."""
+        ...
 
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes and return logits after each, [B, N, V] with N the longest row.

@@ -1,0 +1,1 @@
+"""Models by name: the catalog of aliases, fetching, converting GGUF files, loading; and the small models of our own."""

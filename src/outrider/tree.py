@@ -125,7 +125,10 @@ def uniform(counts: Sequence[int]) -> Shape:
     for count in counts:
         levels.append((count,) * frontier)
         frontier *= count
-    return _checked(Shape(tuple(levels), "x".join(map(str, counts)) if counts else "off"), counts)
+    if not counts:
+        return OFF
+    name = f"chain{len(counts)}" if set(counts) == {1} else "x".join(map(str, counts))
+    return _checked(Shape(tuple(levels), name), counts)
 
 
 def from_paths(paths: Sequence[Sequence[int]]) -> Shape:

@@ -21,6 +21,7 @@ from outrider.cache.attention import additive_mask, visibility
 from outrider.cache.pending import Pending
 from outrider.cache.recurrent import StateSpec
 from outrider.cache.tree_cache import TreeCache, find_mixers, wrap_mixer
+from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 
 PREFILL_CHUNK = 1024
@@ -51,6 +52,7 @@ class CachedTreeModel:
             raise Unsupported("its forward takes no `cache`")
         self._takes_positions = "position_ids" in accepted, "position_ids" in base
         self.windows = attention_windows(model)
+        self.packed = Packed.of(model)
         self.specs = self._discover_states()
         self.way = "tree mask" if not self.specs else "waves of single steps"
         # a block fed onto an existing recurrent state is wrong in some families; `selftest` allows it
@@ -108,7 +110,8 @@ class CachedTreeModel:
         kwargs: dict[str, Any] = {"cache": cache, "use_cache": True, "attention_mask": mask}
         if self._takes_positions[0]:
             kwargs["position_ids"] = positions_BN
-        logits: Tensor = self.model(input_ids=ids_BN, **kwargs).logits
+        with self.packed.active():
+            logits: Tensor = self.model(input_ids=ids_BN, **kwargs).logits
         return logits
 
 

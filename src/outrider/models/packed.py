@@ -1,0 +1,89 @@
+"""Linear layers with weights laid out once for the CPU's bf16 kernels.
+
+`torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
+are multiplied. oneDNN can keep the reordered weight; torch offers that only through private operators, so they are used
+here and nowhere else, after a check that they exist and give the very same numbers.
+
+Packing is active only inside `Packed.active()`: a model that the caller uses on its own behaves as before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+WORKING_ROWS = 16  # packing for one row makes more rows slower
+MOST_ROWS = 64  # beyond this the plain kernel is as good
+
+
+_packed: weakref.WeakKeyDictionary[nn.Module, Packed] = weakref.WeakKeyDictionary()
+
+
+class Packed:
+    """The packed linear layers of a model; none where the machine or the dtype does not gain."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Packed:
+        """The packing of a model; a model is packed once, however many engines use it."""
+        if model not in _packed:
+            _packed[model] = cls(model)
+        return _packed[model]
+
+    def __init__(self, model: nn.Module) -> None:
+        self.on = False
+        self.bytes = 0
+        self.layers = [m for m in model.modules() if type(m) is nn.Linear and _packable(m)]
+        if self.layers and not _works(self.layers[0]):
+            self.layers = []
+        for layer in self.layers:
+            layer.forward = self._forward(layer, layer.forward)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Use the packed weights within the block."""
+        self.on = bool(self.layers)
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def _forward(self, layer: nn.Linear, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        weight = pack(layer.weight)
+        self.bytes += layer.weight.numel() * layer.weight.element_size()
+
+        def forward(x: Tensor) -> Tensor:
+            if not self.on or x.dtype is not torch.bfloat16 or x.numel() > MOST_ROWS * x.shape[-1]:
+                return plain(x)
+            return linear(x, weight, layer.bias)
+
+        return forward
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight in oneDNN's layout for `WORKING_ROWS` rows."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), WORKING_ROWS)
+    return packed
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x times a packed weight, plus bias."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def _packable(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def _works(layer: nn.Linear) -> bool:
+    """Whether the private operators exist and give bit for bit what the plain layer gives."""
+    x = torch.linspace(-1, 1, 3 * layer.in_features).to(torch.bfloat16).view(1, 3, layer.in_features)
+    try:
+        return torch.equal(linear(x, pack(layer.weight), layer.bias), layer(x))
+    except (AttributeError, RuntimeError, TypeError):
+        return False

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from outrider.controller import Controller
-from outrider.drafters.base import Drafter, DraftState
+from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
 from outrider.models.protocol import TreeModel
 from outrider.sequence import Piece, Sequence, alive
 from outrider.stats import Clock
@@ -51,10 +53,13 @@ class Run:
     def _begin(self) -> None:
         with self.clock.phase("prefill"):
             room = max(row.remaining for row in self.rows) + SPARE_NODES
-            self.state = self.target.begin([row.ids[:-1] for row in self.rows], room)
+            taps = getattr(self.drafter, "taps", ())
+            self.state = self.target.begin([row.ids[:-1] for row in self.rows], room, taps)
             if self.drafter is not None:
                 samplers = [row.sampler for row in self.rows]
                 self.drafting = self.drafter.begin([row.ids for row in self.rows], samplers, room)
+                if taps:
+                    self._see(self.state.features)
 
     @torch.inference_mode()
     def _round(self) -> list[Piece]:
@@ -69,6 +74,8 @@ class Run:
             self.state.commit([verdict.path for verdict in verdicts])
             if self.drafting and shape.depth:
                 self.drafting.observe(verdicts)
+            if self.drafting and self.state.features is not None:
+                self._see([f[verdict.path] for f, verdict in zip(self.state.features, verdicts)])
         pieces = []
         for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
             emitted = row.emit(tree, verdict, logits_BNV[i])
@@ -78,6 +85,10 @@ class Run:
         self.controller.reward(shape, sum(t.drafted for t in trees), len(pieces), self.clock.spent() - before)
         self._drop_finished()
         return pieces
+
+    def _see(self, hidden: list[Tensor] | None) -> None:
+        """Hand the target's hidden states of newly committed tokens to the drafter that asked for them."""
+        cast(FeatureDraftState, self.drafting).see(hidden or [])
 
     def _propose(self, shape: Shape) -> list[Draft]:
         """A tree per row, never deeper than what the row may still write."""
@@ -91,6 +102,10 @@ class Run:
         keep = alive(self.rows)
         if len(keep) == len(self.rows):
             return
+        # rows from the end take the places of finished ones, so that caches move as little as possible
+        stay = [i for i in keep if i < len(keep)]
+        movers = iter([i for i in keep if i >= len(keep)])
+        keep = [i if i in stay else next(movers) for i in range(len(keep))]
         self.rows = [self.rows[i] for i in keep]
         if keep:
             with self.clock.phase("commit"):

@@ -53,11 +53,11 @@ class AttentionLayer:
         self.keys_BHSD[row, :, target:end] = self.keys_BHSD[row].index_select(1, slots)
         self.values_BHSD[row, :, target:end] = self.values_BHSD[row].index_select(1, slots)
 
-    def keep(self, rows: Tensor) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         if self.keys_BHSD is not None and self.values_BHSD is not None:
-            self.keys_BHSD = self.keys_BHSD.index_select(0, rows)
-            self.values_BHSD = self.values_BHSD.index_select(0, rows)
+            self.keys_BHSD = keep_rows(self.keys_BHSD, rows)
+            self.values_BHSD = keep_rows(self.values_BHSD, rows)
 
     @classmethod
     def stack(cls, layers: Sequence[AttentionLayer]) -> AttentionLayer:
@@ -79,6 +79,17 @@ class AttentionLayer:
         """Memory held."""
         tensors = [t for t in (self.keys_BHSD, self.values_BHSD) if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def keep_rows(buffer: Tensor, rows: Sequence[int]) -> Tensor:
+    """The given rows of a buffer, in place where rows that go are filled by rows from the end: then only those move."""
+    count = len(rows)
+    if any(row != place and row < count for place, row in enumerate(rows)):
+        return buffer.index_select(0, torch.tensor(list(rows), device=buffer.device))
+    for place, row in enumerate(rows):
+        if row != place:
+            buffer[place] = buffer[row]
+    return buffer[:count]
 
 
 def visibility(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.cache.attention import keep_rows
+
 StateKey = tuple[str, int, int]  # ("conv" or "recurrent", layer, state of the layer)
 
 
@@ -103,10 +105,9 @@ class NodeStates:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        index = torch.tensor(list(rows), device=self.device)
         for key, buffer in self.buffers.items():
             full = buffer.view(self.batch, 1 + self.capacity, *buffer.shape[1:])
-            self.buffers[key] = full.index_select(0, index).flatten(0, 1)
+            self.buffers[key] = keep_rows(full, rows).flatten(0, 1)
         self.batch = len(rows)
 
     def bytes(self) -> int:

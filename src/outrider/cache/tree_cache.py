@@ -157,8 +157,7 @@ class TreeCache(Cache):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         for layer in self.attention.values():
-            if layer.keys_BHSD is not None:
-                layer.keep(torch.tensor(list(rows), device=layer.keys_BHSD.device))
+            layer.keep(rows)
         if self.states is not None:
             self.states.keep(rows)
 

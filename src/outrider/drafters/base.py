@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from outrider.sampling import Sampler
 from outrider.tree import Shape
 from outrider.verify import Draft, Verdict
@@ -30,8 +32,19 @@ class DraftState(Protocol):
         ...
 
 
+class FeatureDraftState(DraftState, Protocol):
+    """A drafter that reads the target's hidden states."""
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row: first the prompts."""
+        ...
+
+
 class Drafter(Protocol):
-    """Proposes tokens; may hold a model, an index, or nothing."""
+    """Proposes tokens; may hold a model, an index, or nothing.
+
+    A drafter with an attribute `taps` (layers of the target) gets their outputs through `FeatureDraftState.see`.
+    """
 
     name: str
 
@@ -45,3 +58,17 @@ class Drafter(Protocol):
                 draws must be independent.
         """
         ...
+
+
+def shared_taps(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """The layers that the drafters of a set read.
+
+    Raises:
+        ValueError: when they read different ones.
+    """
+    wanted = {tuple(taps) for drafter in drafters if (taps := getattr(drafter, "taps", ()))}
+    if len(wanted) > 1:
+        raise ValueError(
+            "these drafters read different layers of the target; use one feature head, or heads trained alike"
+        )
+    return wanted.pop() if wanted else ()

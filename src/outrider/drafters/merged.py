@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.drafters.base import Drafter, DraftState
+from torch import Tensor
+
+from outrider.drafters.base import Drafter, DraftState, shared_taps
 from outrider.noise import mix
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
@@ -23,6 +25,11 @@ class MergedDrafter:
             raise ValueError("an empty list of drafters cannot draft; give at least one, or drafter=None")
         self.drafters = list(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that drafters read."""
+        return shared_taps(self.drafters)
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
@@ -49,7 +56,13 @@ class MergedDraftState:
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Tell each drafter how far its own tree was followed."""
         for state, drafts in zip(self.states, self.proposals):
-            state.observe([_own(d.tree, m.tree, v) for d, m, v in zip(drafts, self.merged, verdicts)])
+            state.observe([verdict_on(d.tree, m.tree, v) for d, m, v in zip(drafts, self.merged, verdicts)])
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Pass hidden states on to those that read them."""
+        for state in self.states:
+            if hasattr(state, "see"):
+                state.see(hidden)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -70,7 +83,7 @@ def merge(drafts: Sequence[Draft]) -> Draft:
     return Draft(tree, trials)
 
 
-def _own(own: TokenTree, merged: TokenTree, verdict: Verdict) -> Verdict:
+def verdict_on(own: TokenTree, merged: TokenTree, verdict: Verdict) -> Verdict:
     """A verdict on the merged tree in the nodes of one drafter's tree."""
     path = [0]
     for node in verdict.path[1:]:

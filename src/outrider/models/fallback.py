@@ -47,8 +47,12 @@ class _PathModel:
         return state
 
     @torch.inference_mode()
-    def begin(self, prompts: Rows, room: int = 0) -> PathState:
+    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> PathState:
         """Feed each prompt."""
+        if taps:
+            raise ValueError(
+                f"{type(self.model).__name__} is run by {self.way}, which gives no hidden states; use another drafter"
+            )
         return PathState(self, [list(p) for p in prompts], [self.absorb(list(p)) for p in prompts])
 
     def state_bytes_per_node(self) -> int:
@@ -104,6 +108,7 @@ class PathState:
     def __init__(self, model: _PathModel, tokens: list[list[int]], states: list[Any]) -> None:
         self.model, self.tokens, self.states = model, tokens, states
         self.nodes = Pending(len(tokens))
+        self.features: list[Tensor] | None = None
         self.paths: list[dict[int, list[int]]] = [{} for _ in tokens]
         self.node_states: list[dict[int, Any]] = [{} for _ in tokens]
 

@@ -40,7 +40,7 @@ class Packed:
         if self.layers and not _works(self.layers[0]):
             self.layers = []
         for layer in self.layers:
-            layer.forward = self._forward(layer, layer.forward)
+            setattr(layer, "forward", self._forward(layer, layer.forward))  # noqa: B010 - an attribute of this instance
 
     @contextmanager
     def active(self) -> Iterator[None]:

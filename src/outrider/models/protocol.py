@@ -26,6 +26,10 @@ class TreeState(Protocol):
         """Pending nodes of each row, padding included: the index that the next node gets."""
         ...
 
+    features: list[Tensor] | None
+    """Hidden states at the taps that were asked for, [tokens, taps * D] per row: of the prompts after `begin`, then of the
+    nodes of the last `extend`."""
+
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes and return logits after each, [B, N, V] with N the longest row.
 
@@ -59,6 +63,13 @@ class TreeModel(Protocol):
     way: str
     """How trees are scored, for people to read."""
 
-    def begin(self, prompts: Rows, room: int = 0) -> TreeState:
-        """Prefill B prompts (they may be empty) and make room for `room` more tokens or nodes a row."""
+    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> TreeState:
+        """Prefill B prompts (they may be empty) and make room for `room` more tokens or nodes a row.
+
+        Args:
+            taps: layers whose outputs the state hands out as `features`.
+
+        Raises:
+            ValueError: when the model cannot give them.
+        """
         ...

@@ -23,6 +23,7 @@ from outrider.cache.recurrent import StateSpec
 from outrider.cache.tree_cache import TreeCache, find_mixers, wrap_mixer
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
+from outrider.models.taps import tapping
 
 PREFILL_CHUNK = 1024
 # Rare node counts cost: oneDNN builds a kernel for every new number of rows. A few sizes are enough.
@@ -80,14 +81,18 @@ class CachedTreeModel:
             cache.seen += len(part)
 
     @torch.inference_mode()
-    def begin(self, prompts: Rows, room: int = 0) -> CachedTreeState:
+    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> CachedTreeState:
         """Prefill each prompt on its own, so that a row never depends on its neighbours."""
-        caches = []
+        caches, features = [], []
         for prompt in prompts:
             cache = TreeCache(max(map(len, prompts)) + room + NODE_BUCKETS[-1])
-            self._feed(cache, prompt)
+            with tapping(self.model, taps) as reader:
+                self._feed(cache, prompt)
             caches.append(cache)
-        return CachedTreeState(self, TreeCache.stack(caches, self.specs, self.device), [len(p) for p in prompts])
+            features.append(reader.everything())
+        state = CachedTreeState(self, TreeCache.stack(caches, self.specs, self.device), [len(p) for p in prompts])
+        state.taps, state.features = tuple(taps), features if taps else None
+        return state
 
     def state_bytes_per_node(self) -> int:
         """Memory of the dense recurrent states of one pending node."""
@@ -121,6 +126,8 @@ class CachedTreeState:
     def __init__(self, model: CachedTreeModel, cache: TreeCache, lengths: list[int]) -> None:
         self.model, self.cache, self.lengths = model, cache, lengths
         self.nodes = Pending(len(lengths))
+        self.taps: tuple[int, ...] = ()
+        self.features: list[Tensor] | None = None
 
     @property
     def pending(self) -> int:
@@ -145,7 +152,10 @@ class CachedTreeState:
         ids = torch.tensor([[*row, *[0] * (size - len(row))] for row in tokens], device=self.model.device)
         positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(depths_BM[:, start:end])
         mask = self.model.masks(visible) if visible else None
-        logits_BNV = self.model.forward(ids, positions.to(self.model.device), mask, self.cache)
+        with tapping(self.model.model, self.taps) as reader:
+            logits_BNV = self.model.forward(ids, positions.to(self.model.device), mask, self.cache)
+        if self.taps:
+            self.features = list(reader.take()[:, :new])
         return logits_BNV[:, :new]
 
     @torch.inference_mode()

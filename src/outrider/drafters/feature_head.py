@@ -1,0 +1,177 @@
+"""A feature head as a drafter: a `TreeModel` whose nodes also carry features, grown by `lm.py` like any other.
+
+The target hands out its hidden states for every token that it commits (`see`). A node whose predecessor was committed reads
+those; a deeper node reads its parent's output.
+
+Shapes: B rows, N new nodes, D width, C draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.cache.attention import AttentionLayer, additive_mask, visibility
+from outrider.cache.pending import Pending
+from outrider.drafters.lm import LMDrafter, LMDraftState
+from outrider.models.feature_head import FeatureHead
+from outrider.models.packed import Packed
+from outrider.models.protocol import Rows
+from outrider.sampling import Sampler
+
+
+class HeadModel:
+    """A feature head with the embedding and the vocabulary head that it borrows from the target.
+
+    Args:
+        head: the trained block; it is moved to the target's dtype and device.
+        embedding: the target's input embedding.
+        unembedding: the target's vocabulary head.
+    """
+
+    way = "one block on the target's hidden states"
+    context: int | None = None
+
+    def __init__(self, head: FeatureHead, embedding: nn.Embedding, unembedding: nn.Linear) -> None:
+        weight = unembedding.weight
+        self.head = head.to(weight.device, weight.dtype).eval().requires_grad_(False)
+        self.embedding, self.vocab = embedding, weight.shape[0]
+        self.dtype, self.device = weight.dtype, weight.device
+        self.cut = nn.Linear(weight.shape[1], len(head.draft_ids), bias=False, device=weight.device, dtype=weight.dtype)
+        self.cut.weight = nn.Parameter(weight.detach()[head.draft_ids], requires_grad=False)
+        self.packed = Packed.of(nn.ModuleList([self.head, self.cut]))
+
+    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
+        """Start without reading the prompts: their features come later, and `lm.py` feeds what is behind."""
+        longest = max(map(len, prompts), default=0)
+        return HeadState(self, len(prompts), longest + room)
+
+    def state_bytes_per_node(self) -> int:
+        """Attention has no recurrent state."""
+        return 0
+
+
+class HeadState:
+    """Keys, values, outputs and features of B rows."""
+
+    def __init__(self, model: HeadModel, batch: int, capacity: int) -> None:
+        self.model, self.lengths = model, [0] * batch
+        self.layer, self.nodes = AttentionLayer(capacity), Pending(batch)
+        self.features: list[Tensor] | None = None
+        self.outputs_BMD: Tensor | None = None
+        # features of committed tokens that are still needed, and the position of the first of them
+        self.seen: list[Tensor] = [
+            torch.zeros(1, model.head.config.width, device=model.device, dtype=model.dtype)
+        ] * batch
+        self.first = [-1] * batch
+
+    @property
+    def pending(self) -> int:
+        """Pending nodes of each row, padding included."""
+        return self.nodes.count
+
+    @torch.inference_mode()
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row."""
+        for row, hidden_TF in enumerate(hidden):
+            if len(hidden_TF):
+                new = self.model.head.features(hidden_TF[None])[0]
+                self.seen[row] = torch.cat([self.seen[row], new])
+
+    @torch.inference_mode()
+    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return logits [B, N, V]; see `TreeState`."""
+        model, new, base = self.model, max(map(len, tokens)), max(self.lengths)
+        start, _ = self.nodes.add(parents, new)
+        end = start + new
+        depths_BM = self.nodes.depths_BM[:, :end]
+        seen = visibility(self.lengths, base, depths_BM, self.nodes.ancestors_BMM[:, start:end, :end], None)
+        mask = additive_mask(seen, model.dtype, model.device)
+        positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(depths_BM[:, start:end])
+        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.layer.write(k, v, base + start)
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+
+        features = self._features(tokens, start, new)
+        with model.packed.active():
+            outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend)
+            logits_BNC = model.cut(outputs)
+        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)  # type: ignore[list-item]
+        logits_BNV = logits_BNC.new_full((*logits_BNC.shape[:2], model.vocab), float("-inf"))
+        logits_BNV[..., model.head.draft_ids] = logits_BNC
+        return logits_BNV
+
+    def _features(self, tokens: Rows, start: int, new: int) -> Tensor:
+        """The feature of each node's predecessor, [B, N, D]."""
+        out = torch.zeros(
+            len(tokens), new, self.model.head.config.width, device=self.model.device, dtype=self.model.dtype
+        )
+        for row, row_tokens in enumerate(tokens):
+            for offset in range(len(row_tokens)):
+                node = start + offset
+                before = self.lengths[row] + int(self.nodes.depths_BM[row, node]) - 1
+                at = before - self.first[row]
+                if at < len(self.seen[row]):
+                    out[row, offset] = self.seen[row][at]
+                else:
+                    assert self.outputs_BMD is not None
+                    out[row, offset] = self.outputs_BMD[row, self.nodes.parents_BM[row, node]]
+        return out
+
+    @torch.inference_mode()
+    def commit(self, paths: Rows) -> None:
+        """A path per row joins the committed state."""
+        base = max(self.lengths)
+        for row, path in enumerate(paths):
+            self.nodes.check_path(row, path)
+            if path:
+                self.layer.move(row, torch.tensor(path, device=self.model.device) + base, self.lengths[row])
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
+        self.nodes.clear()
+        for row, length in enumerate(self.lengths):
+            drop = length - 1 - self.first[row]
+            if drop > 0:
+                self.seen[row], self.first[row] = self.seen[row][drop:], length - 1
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.layer.keep(rows)
+        self.nodes.keep(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self.seen = [self.seen[row] for row in rows]
+        self.first = [self.first[row] for row in rows]
+
+    def bytes(self) -> int:
+        """Memory of keys and values."""
+        return self.layer.bytes()
+
+
+class HeadDrafter(LMDrafter):
+    """Drafts with a `HeadModel`; the engine hands it the target's hidden states at `taps`."""
+
+    def __init__(self, model: HeadModel, name: str = "head") -> None:
+        super().__init__(model, name, model.vocab)
+        self.taps = model.head.config.taps
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
+    ) -> HeadDraftState:
+        """Start B sequences; prompts are read when their features have come."""
+        return HeadDraftState(self, prompts, samplers, room, stream)
+
+
+class HeadDraftState(LMDraftState):
+    """`LMDraftState` that passes features on."""
+
+    def _prefill(self, contexts: Sequence[Sequence[int]]) -> HeadState:
+        state: HeadState = self.drafter.model.begin(contexts, self.room)  # type: ignore[assignment]
+        return state
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Hidden states of tokens that the target has committed, per row."""
+        self.state.see(hidden)  # type: ignore[attr-defined]

@@ -1,0 +1,141 @@
+"""A feature head: one block that drafts from the target's own hidden states (EAGLE's idea).
+
+The head reads, for each token, its embedding and a feature of the token before it: the target's hidden states at a few layers
+where the target has been there, the head's own output where it has not. Training unrolls the second case (EAGLE-3's
+training-time test), so that the head learns to live on its own outputs.
+
+Embedding and vocabulary head are the target's, shared in memory; the vocabulary head is cut to the most frequent tokens.
+
+Shapes: B rows, T or N tokens, D width, H heads, E head size, C draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, H, N, E], k and v [B, G, N, E] of new tokens -> attention output [B, H, N, E]."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes of a feature head.
+
+    Args:
+        width: D, the target's.
+        taps: which of the target's layers are read (0 is the first layer's output).
+        draft_vocab: C.
+    """
+
+    width: int
+    taps: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    ffn: int
+    draft_vocab: int
+    rope_theta: float = 10_000.0
+    core: str = "attention"
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+
+class FeatureHead(nn.Module):
+    """The block, without the target's embedding and vocabulary head."""
+
+    draft_ids: Tensor
+    """Token ids of the draft vocabulary, most frequent first, [C]."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        d, self.config = config.width, config
+        self.head_size = d // config.num_heads
+        self.tap_norms = nn.ModuleList(nn.RMSNorm(d, eps=1e-5) for _ in config.taps)
+        self.fuse = nn.Linear(d * len(config.taps), d, bias=False)
+        self.token_norm, self.feature_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.join = nn.Linear(2 * d, d, bias=False)
+        self.mixer_norm, self.ffn_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.qkv = nn.Linear(d, (config.num_heads + 2 * config.num_kv_heads) * self.head_size, bias=False)
+        self.mixed = nn.Linear(config.num_heads * self.head_size, d, bias=False)
+        self.up = nn.Linear(d, 2 * config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, d, bias=False)
+        self.out_norm = nn.RMSNorm(d, eps=1e-5)
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab))
+
+    def features(self, hidden_BTF: Tensor) -> Tensor:
+        """The target's tapped hidden states [B, T, taps * D] as features [B, T, D]."""
+        taps = hidden_BTF.split(self.config.width, dim=-1)
+        fused: Tensor = self.fuse(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps)], dim=-1))
+        return fused
+
+    def forward(self, embedded_BND: Tensor, features_BND: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
+        """Outputs [B, N, D], which are features for the next token and, by the target's head, logits."""
+        joined = torch.cat([self.token_norm(embedded_BND), self.feature_norm(features_BND)], dim=-1)
+        x_BND: Tensor = self.join(joined)
+        x_BND = x_BND + self.mixed(self._attention(self.mixer_norm(x_BND), positions_BN, attend))
+        gate, value = self.up(self.ffn_norm(x_BND)).chunk(2, dim=-1)
+        x_BND = x_BND + self.down(F.silu(gate) * value)
+        return self.out_norm(x_BND)
+
+    def _attention(self, x_BND: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
+        heads, groups, size = self.config.num_heads, self.config.num_kv_heads, self.head_size
+        batch, new, _ = x_BND.shape
+        qkv = self.qkv(x_BND).view(batch, new, heads + 2 * groups, size).transpose(1, 2)
+        q, k, v = qkv.split([heads, groups, groups], dim=1)
+        cos, sin = rotary(positions_BN, size, self.config.rope_theta, x_BND.dtype)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return out.transpose(1, 2).reshape(batch, new, heads * size)
+
+
+def rotary(positions_BN: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, N, size / 2] of rotary positions."""
+    steps = torch.arange(0, size, 2, device=positions_BN.device, dtype=torch.float32) / size
+    angles = positions_BN[:, None, :, None].float() * theta**-steps
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BHNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + E/2) by their angles."""
+    first, second = x_BHNE.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def unrolled_attention(keys: list[Tensor], values: list[Tensor]) -> Attend:
+    """Attention of training step k = len(keys) over whole sequences.
+
+    A token at step k lies k drafted tokens behind text that the target has seen. At position t it attends to step 0 at positions
+    up to t - k, and to one token of each step j = 1..k at position t - k + j. The new keys and values are appended to the
+    lists for the steps to come.
+    """
+
+    def attend(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> Tensor:
+        repeat = q_BHTE.shape[1] // k_BGTE.shape[1]
+        keys.append(k_BGTE.repeat_interleave(repeat, dim=1))
+        values.append(v_BGTE.repeat_interleave(repeat, dim=1))
+        step, length = len(keys) - 1, q_BHTE.shape[2]
+        if step == 0:
+            return F.scaled_dot_product_attention(q_BHTE, keys[0], values[0], is_causal=True)
+        q_BHTE = q_BHTE * q_BHTE.shape[-1] ** -0.5
+        position = torch.arange(length, device=q_BHTE.device)
+        seen_TT = position[:, None] - step >= position
+        scores = [(q_BHTE @ keys[0].mT).masked_fill(~seen_TT, torch.finfo(q_BHTE.dtype).min)]
+        shifted = [(_delay(keys[j], step - j), _delay(values[j], step - j)) for j in range(1, step + 1)]
+        scores += [(q_BHTE * k).sum(-1, keepdim=True) for k, _ in shifted]
+        weights = torch.cat(scores, dim=-1).softmax(-1)
+        out = weights[..., :length] @ values[0]
+        for place, (_, v) in enumerate(shifted):
+            out = out + weights[..., length + place, None] * v
+        return out
+
+    return attend
+
+
+def _delay(x_BHTE: Tensor, steps: int) -> Tensor:
+    """Shift along time: position t gets what was at t - steps (zeros before the beginning)."""
+    return F.pad(x_BHTE, (0, 0, steps, 0))[:, :, : x_BHTE.shape[2]] if steps else x_BHTE

@@ -1,0 +1,237 @@
+"""The target's own answers as training data: prompts in, shards of token ids out, resumable after a kill at any moment.
+
+A data set is a folder: `data.json` says how it was made, `shard-00000.safetensors` ... hold answers. A shard appears whole or
+not at all, and which prompts it answers follows from its number and the settings, so a run goes on where the last shard ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.train.prompts import is_held_out, self_asked, task_prompts, templates
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+
+BATCH = 64
+TEMPERATURES = (0.0, 0.7)  # answers of a shard alternate between them
+FEWEST_TOKENS = 8  # an answer shorter than this teaches nothing
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What a data set is made of. A folder made with other settings is not continued."""
+
+    target: str
+    fingerprint: str
+    tokens: int
+    max_new_tokens: int
+    seed: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt (in its chat template) and what the target wrote after it, EOS included."""
+
+    ids: torch.Tensor
+    prompt_length: int
+    temperature: float
+
+
+def fingerprint(model: Any) -> str:
+    """A short hash of a model's configuration and a few of its weights: which target data and drafters belong to."""
+    import hashlib
+
+    config = model.config.get_text_config()
+    digest = hashlib.sha256(f"{config.model_type} {config.vocab_size} {config.hidden_size}".encode())
+    embedding = model.get_input_embeddings().weight
+    rows = embedding[:: max(1, len(embedding) // 64), :16].detach().to("cpu", torch.float32)
+    # rounded, so that a bf16 and an fp32 copy of the same weights are the same target
+    digest.update(rows.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def make_data(
+    engine: Engine,
+    out: Path,
+    *,
+    tokens: int = 1_000_000,
+    prompts: Sequence[str] = (),
+    sources: Sequence[str] = ("tasks", "templates", "self"),
+    max_new_tokens: int = 256,
+    seed: int = 0,
+    tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> int:
+    """Write answers until the data set holds `tokens` answer tokens.
+
+    Args:
+        prompts: further user messages; held-out ones among them are left out.
+        sources: "tasks" (the training side of the benchmark prompts), "templates", "self" (asked by the target itself).
+        tell: progress as (answer tokens, of how many, what).
+
+    Returns:
+        Answer tokens in the folder.
+
+    Raises:
+        ValueError: for an unknown source, or a folder made with other settings or by another target.
+    """
+    unknown = set(sources) - {"tasks", "templates", "self", "file"}
+    if unknown:
+        raise ValueError(f"prompt source {sorted(unknown)[0]!r} is unknown; use tasks, templates and self")
+    if tokens < 1 or max_new_tokens < FEWEST_TOKENS:
+        raise ValueError(f"{tokens} tokens in answers of up to {max_new_tokens} are no data; ask for more")
+    settings = DataSettings(engine.name, fingerprint(engine.model), tokens, max_new_tokens, seed, tuple(sources))
+    _claim(out, settings)
+    shards = shard_files(out)
+    done = sum(_answer_tokens(load_file(path)) for path in shards)
+    feed = _prompts(engine, out, prompts, settings)
+    for number, batch in enumerate(_batched(feed, BATCH)):
+        if done >= tokens:
+            break
+        if number < len(shards):
+            continue
+        tell(done, tokens, "answer tokens")
+        shard = _answer(engine, list(batch), number, settings)
+        save_atomically(shard, out / f"shard-{number:05d}.safetensors")
+        done += _answer_tokens(shard)
+    if done == 0:
+        raise ValueError("there were no prompts to answer; give --prompts or more sources")
+    tell(done, tokens, "answer tokens")
+    return done
+
+
+def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch
+
+
+def _claim(out: Path, settings: DataSettings) -> None:
+    """Make the folder ours, or check that it is."""
+    about = out / "data.json"
+    if about.exists():
+        known = json.loads(about.read_text())
+        mine = json.loads(json.dumps(asdict(settings)))
+        differ = [key for key in mine if key != "tokens" and known.get(key) != mine[key]]
+        if differ:
+            raise ValueError(
+                f"{out} holds data made with another {differ[0]} ({known.get(differ[0])}); continue with that, or give "
+                "another folder"
+            )
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty and holds no data set; give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    partial = about.with_suffix(".part")
+    partial.write_text(json.dumps(asdict(settings), indent=1))
+    os.replace(partial, about)
+
+
+def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
+    """Self-asked messages, kept in the folder so that a resumed run does not ask again."""
+    seen: set[str] = set()
+    for number in itertools.count():
+        path = out / f"asked-{number:05d}.json"
+        if not path.exists():
+            partial = path.with_suffix(".part")
+            partial.write_text(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)))
+            os.replace(partial, path)
+        for text in json.loads(path.read_text()):
+            if text not in seen:
+                seen.add(text)
+                yield text
+
+
+def _prompts(engine: Engine, out: Path, given: Sequence[str], settings: DataSettings) -> Iterator[str]:
+    """User messages in a fixed order, none of them held out; self-asked ones have no end."""
+    fixed = list(given)
+    if "tasks" in settings.sources:
+        fixed += task_prompts(held_out=False)
+    if "templates" in settings.sources:
+        fixed += templates()
+    own = {text for text in given if is_held_out(text)} & set(task_prompts(held_out=True)) if given else set()
+    fixed = [text for text in dict.fromkeys(fixed) if text not in own]
+    random.Random(settings.seed).shuffle(fixed)
+    if "self" not in settings.sources:
+        yield from fixed
+        return
+    asked = _asked(engine, out, settings)
+    # one fixed prompt to three self-asked, until the fixed ones run out
+    for text in fixed:
+        yield text
+        yield from itertools.islice(asked, 3)
+    yield from asked
+
+
+def _answer(engine: Engine, prompts: list[str], number: int, settings: DataSettings) -> dict[str, torch.Tensor]:
+    """Answers to a batch of prompts as a shard."""
+    rows, lengths, temperatures = [], [], []
+    for place, temperature in enumerate(TEMPERATURES):
+        mine = prompts[place :: len(TEMPERATURES)]
+        if not mine:
+            continue
+        seeds = [settings.seed + number * BATCH + i for i in range(len(mine))]
+        results = engine.generate(
+            mine, seed=seeds, shape="off", max_new_tokens=settings.max_new_tokens, temperature=temperature
+        )
+        for text, result in zip(mine, results):
+            if len(result.token_ids) >= FEWEST_TOKENS:
+                rows.append(engine.encode(text) + result.token_ids)
+                lengths.append(result.prompt_tokens)
+                temperatures.append(temperature)
+    return {
+        "tokens": torch.tensor([t for row in rows for t in row], dtype=torch.int32),
+        "row_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
+        "prompt_lengths": torch.tensor(lengths, dtype=torch.int32),
+        "temperatures": torch.tensor(temperatures, dtype=torch.float32),
+    }
+
+
+def _answer_tokens(shard: dict[str, torch.Tensor]) -> int:
+    return int(shard["row_lengths"].sum() - shard["prompt_lengths"].sum())
+
+
+def save_atomically(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file that is there whole or not at all.
+
+    Raises:
+        ValueError: when it cannot be written.
+    """
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        os.replace(partial, path)
+    except Exception as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"{path} cannot be written ({error}); free some space or give another folder") from error
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards of a data set, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def read_answers(folder: Path) -> list[Answer]:
+    """All answers of a data set.
+
+    Raises:
+        ValueError: when the folder holds none.
+    """
+    answers = []
+    for path in shard_files(folder):
+        shard = load_file(path)
+        rows = torch.split(shard["tokens"], shard["row_lengths"].tolist())
+        about = zip(rows, shard["prompt_lengths"].tolist(), shard["temperatures"].tolist())
+        answers += [Answer(ids, length, round(temperature, 3)) for ids, length, temperature in about]
+    if not answers:
+        raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
+    return answers

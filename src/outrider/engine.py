@@ -80,7 +80,8 @@ class Run:
         for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
             emitted = row.emit(tree, verdict, logits_BNV[i])
             name = shape.name if tree.drafted else OFF.name
-            row.stats.add_round(name, tree.drafted, verdict.accepted, max(tree.depths), len(emitted))
+            tried = verdict.accepted + bool(tree.children[verdict.path[-1]])
+            row.stats.add_round(name, tree.drafted, verdict.accepted, tried, len(emitted))
             pieces += emitted
         self.controller.reward(shape, sum(t.drafted for t in trees), len(pieces), self.clock.spent() - before)
         self._drop_finished()

@@ -27,18 +27,17 @@ class Stats:
     histogram: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "total"), 0.0))
 
-    def add_round(self, shape: str, drafted: int, accepted: int, deepest: int, emitted: int) -> None:
+    def add_round(self, shape: str, drafted: int, accepted: int, tried: int, emitted: int) -> None:
         """Count a round.
 
         Args:
-            deepest: levels drafted, which bounds how many tokens could be accepted.
+            tried: levels of the walk that held a drafted token: those accepted, and the one where it found none right.
             emitted: tokens that were kept of accepted + 1.
         """
         self.rounds += 1
         self.drafted += drafted
         self.accepted += min(accepted, emitted)
-        # a walk tries one more level than it accepts, unless it ran out of levels
-        self.tried += min(accepted + 1, deepest)
+        self.tried += min(tried, emitted)
         self.emitted += emitted
         self.shapes[shape] += 1
         self.histogram[emitted] += 1

@@ -73,7 +73,7 @@ class LMDraftState:
     def _offset(self, length: int) -> int:
         """How much of the text a drafter of short context must leave out: when full, it starts again with half."""
         context = self.drafter.model.context
-        return 0 if context is None or length + 1 < context else length + 1 - max(context // 2, 1)
+        return 0 if context is None or length + 1 < context else length + 1 - max(context // 2, 2)
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> TreeState:
         seen = [list(context[offset:-1]) for context, offset in zip(contexts, self.offsets)]
@@ -135,7 +135,8 @@ class LMDraftState:
             if level + 1 >= shape.depth:
                 feeds.append([])
             elif shape.budget:
-                feeds.append(sorted(growth.frontier, key=lambda n: -growth.scores[n])[: max(1, shape.budget // 2)])
+                best = sorted(growth.frontier, key=lambda n: -growth.scores[n])[: max(1, shape.budget // 2)]
+                feeds.append([n for n in growth.frontier if n in best])  # logits come back in the frontier's order
             else:
                 counts = shape.levels[level + 1]
                 feeds.append([n for i, n in enumerate(growth.frontier) if i < len(counts) and counts[i]])
@@ -156,6 +157,7 @@ class LMDraftState:
         if not fed:
             return
         counts = [shape.levels[level][0]] * len(fed) if shape.budget else [c for c in shape.levels[level] if c]
+        counts = counts[: len(fed)]  # duplicate or impossible draws leave fewer nodes than the shape has room for
         vocab = min(self.drafter.vocab, sampler.vocab)
         paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in fed]
         scores_FV = sampler.scores(paths, logits_FV[:, :vocab])

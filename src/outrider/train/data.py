@@ -172,11 +172,17 @@ def _prompts(engine: Engine, out: Path, given: Sequence[str], settings: DataSett
     yield from asked
 
 
-def _answer(engine: Engine, prompts: list[str], number: int, settings: DataSettings) -> dict[str, torch.Tensor]:
-    """Answers to a batch of prompts as a shard."""
+def _answer(
+    engine: Engine,
+    prompts: list[str],
+    number: int,
+    settings: DataSettings,
+    mix: tuple[float, ...] = TEMPERATURES,
+) -> dict[str, torch.Tensor]:
+    """Answers to a batch of prompts as a shard, at the temperatures of the mix in turn."""
     rows, lengths, temperatures = [], [], []
-    for place, temperature in enumerate(TEMPERATURES):
-        mine = prompts[place :: len(TEMPERATURES)]
+    for place, temperature in enumerate(mix):
+        mine = prompts[place :: len(mix)]
         if not mine:
             continue
         seeds = [settings.seed + number * BATCH + i for i in range(len(mine))]
@@ -235,3 +241,14 @@ def read_answers(folder: Path) -> list[Answer]:
     if not answers:
         raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
     return answers
+
+
+def make_held_out(engine: Engine, out: Path, per_task: int = 16, max_new_tokens: int = 128) -> Path:
+    """Greedy answers to prompts that training never sees, for evaluation while training; made once per folder."""
+    path = out / "heldout-00000.safetensors"
+    if path.exists():
+        return path
+    prompts = [text for task in ("humaneval", "gsm8k", "mtbench") for text in task_prompts(True, (task,))[:per_task]]
+    settings = DataSettings(engine.name, "", 0, max_new_tokens, 0, ())
+    save_atomically(_answer(engine, prompts, 0, settings, (0.0,)), path)
+    return path

@@ -1,0 +1,101 @@
+"""A trained drafter as a folder: `config.json`, `model.safetensors`, and a card that says where it comes from.
+
+`config.json` names the kind, the sizes, and the fingerprint of the target that it was trained for; another target is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.feature_head import HeadDrafter, HeadModel
+from outrider.drafters.table import NgramTable, TableDrafter
+from outrider.models.feature_head import FeatureHead, HeadConfig
+from outrider.train.data import fingerprint, save_atomically
+
+SHIPPED = Path(__file__).parent.parent / "weights"
+
+
+def is_drafter_folder(path: Path) -> bool:
+    """Whether a folder holds a drafter of ours (and not a plain model)."""
+    try:
+        return "drafter" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def save_head(head: FeatureHead, folder: Path, about: dict[str, Any], card: str) -> None:
+    """Write a feature head.
+
+    Args:
+        about: target, fingerprint and provenance, kept in `config.json`.
+        card: the text of `README.md`.
+    """
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: t.detach().to(torch.bfloat16) if t.is_floating_point() else t.to(torch.int32)
+        for name, t in head.state_dict().items()
+    }
+    save_atomically(tensors, folder / "model.safetensors")
+    config = {"drafter": "head", "head": head.config.to_json(), **about}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "README.md").write_text(card)
+
+
+def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
+    """The drafter in a folder.
+
+    Raises:
+        ValueError: when the folder is broken, or the drafter was made for another target.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        kind = config["drafter"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder} holds no drafter ({error}); make one with `outrider distil` or `outrider table`"
+        ) from error
+    if config.get("fingerprint") != fingerprint(target):
+        raise ValueError(
+            f"the drafter in {folder} was made for {config.get('target', 'another model')}, not for this target; train one "
+            "with `outrider distil --target ...`"
+        )
+    if kind == "table":
+        return TableDrafter(NgramTable(folder / "model.safetensors"))
+    if kind == "head":
+        return HeadDrafter(
+            HeadModel(_load_head(folder, config), target.get_input_embeddings(), target.get_output_embeddings())
+        )
+    raise ValueError(f"the drafter in {folder} is of kind {kind!r}, which this version does not know; update outrider")
+
+
+def _load_head(folder: Path, config: dict[str, Any]) -> FeatureHead:
+    try:
+        sizes = {**config["head"], "taps": tuple(config["head"]["taps"])}
+        head = FeatureHead(HeadConfig(**sizes))
+        tensors = load_file(folder / "model.safetensors")
+        tensors["draft_ids"] = tensors["draft_ids"].long()
+        head.load_state_dict(tensors)
+    except Exception as error:
+        raise ValueError(
+            f"the drafter in {folder} is damaged ({str(error).splitlines()[0]}); fetch or train it again"
+        ) from error
+    return head
+
+
+def shipped(target: PreTrainedModel) -> dict[str, Path]:
+    """Drafters that come with Outrider for this target, by kind."""
+    found: dict[str, Path] = {}
+    mark = fingerprint(target)
+    for path in sorted(SHIPPED.glob("*/*/config.json")):
+        config = json.loads(path.read_text())
+        if config.get("fingerprint") == mark:
+            found[path.parent.name] = path.parent
+    return found

@@ -1,0 +1,199 @@
+"""Distil a drafter from a target's laws over its own answers.
+
+The loop knows a `Student`, which gives for a batch one set of outputs per unrolled step. Loss is taken on written
+tokens only. Progress is by time: the learning rate falls to zero at the end of the budget. A checkpoint holds weights,
+optimiser state and clock, and appears whole or not at all; a run that was killed goes on from it.
+
+Shapes: T tokens, C draft vocabulary, R written positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from outrider.train.batches import Batch, batches, make_batch
+from outrider.train.data import save_atomically
+from outrider.train.features import Example
+from outrider.train.losses import LOSSES
+from outrider.train.students import Student
+
+Tell = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class DistilSettings:
+    """How to train.
+
+    Args:
+        minutes: budget of wall clock.
+        steps: unrolled steps, at least 1.
+        loss: a name of `LOSSES`.
+        rate: peak learning rate (of Muon, matched to AdamW's scale).
+        batch_tokens: tokens of a batch, padding included.
+    """
+
+    minutes: float = 60.0
+    steps: int = 4
+    loss: str = "kl"
+    rate: float = 2e-3
+    batch_tokens: int = 2048
+    draft_vocab: int = 12288
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
+        if self.minutes <= 0 or self.steps < 1 or self.rate <= 0 or self.batch_tokens < 64:
+            raise ValueError("minutes, steps and rate must be above 0 and batch_tokens at least 64")
+
+
+class Trainer:
+    """The loop, with its clock and checkpoint."""
+
+    def __init__(self, student: Student, settings: DistilSettings, out: Path) -> None:
+        self.student, self.settings, self.out = student, settings, out
+        self.module = student.module
+        matrices = [p for p in self.module.parameters() if p.ndim == 2]
+        others = [p for p in self.module.parameters() if p.ndim != 2]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=settings.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=settings.rate, weight_decay=0.0, betas=(0.9, 0.95)),
+        ]
+        self.seconds, self.tokens, self.updates, self.passes = 0.0, 0, 0, 0
+        self.curve: list[dict[str, float]] = []
+        self._resume()
+
+    # -- checkpoint ------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        path = self.out / "checkpoint.safetensors"
+        if not path.exists():
+            return
+        state = json.loads((self.out / "checkpoint.json").read_text())
+        if state["settings"] != asdict(self.settings):
+            raise ValueError(f"{self.out} holds a run with other settings; give another folder, or the same settings")
+        tensors = load_file(path)
+        self.module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                prefix = f"optimizer.{number}.{place}."
+                known = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+                if known:
+                    optimizer.state[parameter] = known
+        for name in ("seconds", "tokens", "updates", "passes", "curve"):
+            setattr(self, name, state[name])
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        tensors = {f"model.{k}": v.detach().clone() for k, v in self.module.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"optimizer.{number}.{place}.{key}"] = torch.as_tensor(value).clone()
+        save_atomically(tensors, self.out / "checkpoint.safetensors")
+        names = ("seconds", "tokens", "updates", "passes", "curve")
+        state = {name: getattr(self, name) for name in names} | {"settings": asdict(self.settings)}
+        partial = self.out / "checkpoint.json.part"
+        partial.write_text(json.dumps(state))
+        os.replace(partial, self.out / "checkpoint.json")
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        examples: list[Example],
+        evaluate: Callable[[], dict[str, float]],
+        tell: Tell = lambda done, total, what: None,
+        every: float = 120.0,
+    ) -> None:
+        """Train until the budget is spent, evaluating and saving every so many seconds.
+
+        Raises:
+            ValueError: when the loss is not finite.
+        """
+        budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
+        while self.seconds < budget:
+            for batch in batches(examples, self.settings.batch_tokens, random.Random(self.settings.seed + self.passes)):
+                start = time.perf_counter()
+                loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1
+                self.seconds += time.perf_counter() - start
+                if self.seconds - last > every or self.seconds >= budget:
+                    last = self.seconds
+                    found = {"seconds": self.seconds, "tokens": self.tokens, "loss": loss_sum / count, **evaluate()}
+                    self.curve.append(found)
+                    loss_sum, count = 0.0, 0
+                    self.save()
+                    tell(
+                        int(self.seconds),
+                        int(budget),
+                        ", ".join(f"{k} {v:.3g}" for k, v in found.items() if k != "seconds"),
+                    )
+                if self.seconds >= budget:
+                    return
+            self.passes += 1
+
+    def _update(self, batch: Batch, progress: float) -> float:
+        warm = min(1.0, (self.updates + 1) / 50)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = self.settings.rate * warm * max(0.02, 1.0 - progress)
+        loss = self.loss(batch)
+        if not torch.isfinite(loss):
+            raise ValueError("the loss is not finite; lower --rate, or check the data and the target's dtype")
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.updates += 1
+        self.tokens += int(batch.written_BT.sum())
+        return float(loss.detach())
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean over unrolled steps, later ones counting a little less."""
+        measure, total, weights = LOSSES[self.settings.loss], torch.zeros(()), 0.0
+        logp_RC = self.student.target_logp(batch, batch.written_BT)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for step, out in enumerate(self.student.outputs(batch, self.settings.steps)):
+                weight = 0.9**step
+                total = total + weight * measure(logp_RC, self.student.logq(out[batch.written_BT]))
+                weights += weight
+        return total / weights
+
+
+@torch.no_grad()
+def predicted_acceptance(student: Student, held_out: list[Example], depth: int = 5) -> dict[str, float]:
+    """Acceptance of greedy chains over greedy answers that training never saw.
+
+    Returns:
+        "acceptance_length": tokens a round (N) of walking through every answer with chains of `depth`;
+        "accuracy_1"...: how often the drafter's first choice at that depth is the target's token.
+    """
+    emitted = rounds = 0
+    hits, counts = [0.0] * depth, 0
+    for example in held_out:
+        batch = make_batch([example])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            picks = [student.draft_ids[student.logq(out[0]).argmax(-1)] for out in student.outputs(batch, depth)]
+        right = torch.stack([pick[:-1] == example.ids[1:] for pick in picks])  # [depth, T - 1]
+        at, end = example.prompt_length - 1, len(example.ids) - 1
+        hits = [h + float(right[k, at:end].float().mean()) for k, h in enumerate(hits)]
+        counts += 1
+        while at < end:
+            accepted = 0
+            while accepted < depth and at + accepted < end and right[accepted, at + accepted]:
+                accepted += 1
+            gained = min(accepted + 1, end - at)
+            at, emitted, rounds = at + gained, emitted + gained, rounds + 1
+    return {"acceptance_length": emitted / max(rounds, 1)} | {
+        f"accuracy_{k + 1}": h / counts for k, h in enumerate(hits)
+    }

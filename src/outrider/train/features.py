@@ -1,0 +1,97 @@
+"""The target's hidden states over its own answers, computed once per shard and kept beside it.
+
+Rows of a feature file belong to the tokens of the shard of the same number. The last tap is the last layer, from which the
+target's laws follow by its final norm and vocabulary head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.train.data import save_atomically
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+
+LONGEST = 512  # tokens of a training sequence; longer answers are cut
+
+
+@dataclass(frozen=True)
+class Example:
+    """One answer with its hidden states. `hidden` reads [tokens, taps * D] from disk when called."""
+
+    ids: Tensor
+    prompt_length: int
+    temperature: float
+    hidden: Callable[[], Tensor]
+
+
+def feature_file(shard: Path, taps: tuple[int, ...]) -> Path:
+    """Where the hidden states of a shard are kept."""
+    return shard.with_name(f"features-{'-'.join(map(str, taps))}-{shard.name}")
+
+
+@torch.inference_mode()
+def compute_features(
+    engine: Engine,
+    folder: Path,
+    taps: tuple[int, ...],
+    tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+    pattern: str = "shard-*.safetensors",
+) -> None:
+    """Run the target over every shard that has no feature file yet."""
+    shards = sorted(folder.glob(pattern))
+    for number, shard in enumerate(shards):
+        path = feature_file(shard, taps)
+        tell(number, len(shards), "hidden states of shards")
+        if path.exists():
+            continue
+        data = load_file(shard)
+        rows = torch.split(data["tokens"], data["row_lengths"].tolist())
+        hidden = []
+        for row in rows:
+            state = engine.target.begin([row.tolist()], 0, taps)
+            assert state.features is not None
+            hidden.append(state.features[0].to(torch.bfloat16))
+        save_atomically({"hidden": torch.cat(hidden)}, path)
+    tell(len(shards), len(shards), "hidden states of shards")
+
+
+def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safetensors") -> list[Example]:
+    """All answers of a data set with their hidden states.
+
+    Raises:
+        ValueError: when there are none.
+    """
+    found = [example for shard in sorted(folder.glob(pattern)) for example in _of_shard(shard, taps)]
+    if not found:
+        raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
+    return found
+
+
+def _of_shard(shard: Path, taps: tuple[int, ...]) -> Iterator[Example]:
+    data = load_file(shard)
+    path, start = feature_file(shard, taps), 0
+    rows = torch.split(data["tokens"], data["row_lengths"].tolist())
+    for ids, prompt, temperature in zip(rows, data["prompt_lengths"].tolist(), data["temperatures"].tolist()):
+        length = min(len(ids), LONGEST)
+        if prompt < length - 1:
+            yield Example(ids[:length].long(), prompt, round(temperature, 3), _reader(path, start, length))
+        start += len(ids)
+
+
+def _reader(path: Path, start: int, length: int) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        with safe_open(path, "pt") as file:
+            rows: Tensor = file.get_slice("hidden")[start : start + length]
+        return rows
+
+    return read

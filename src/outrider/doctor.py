@@ -91,7 +91,7 @@ def _examine_model(model: Any, tree_model: Any, selftest: Any) -> dict[str, Any]
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "way": selftest.way,
-        "fast": selftest.way == "tree mask",
+        "fast": selftest.way.endswith("tree mask"),
         "tree_error": selftest.error,
         "chunked_prefill": selftest.chunked_prefill,
         "context": tree_model.context,

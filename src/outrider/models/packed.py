@@ -12,8 +12,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORKING_ROWS = 16  # packing for one row makes more rows slower
@@ -61,6 +63,34 @@ class Packed:
             return linear(x, weight, layer.bias)
 
         return forward
+
+
+class Product:
+    """One product for several linear layers that read the same input, their outputs side by side.
+
+    On machines that gain nothing from packing, the layers' own weights become views of the joined one, so that nothing is held
+    twice.
+    """
+
+    def __init__(self, *layers: Any) -> None:
+        weights = [layer.weight.detach() for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        if biases and len(biases) != len(layers):
+            raise ValueError("linear layers with and without bias cannot be joined")
+        self.bias = torch.cat(biases) if biases else None
+        joined = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.packed = all(_packable(layer) for layer in layers) and _works(layers[0])
+        self.weight = pack(joined) if self.packed else joined
+        if not self.packed and len(layers) > 1:
+            for layer, part in zip(layers, joined.split([len(w) for w in weights])):
+                layer.weight.data = part
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed and x.numel() <= MOST_ROWS * x.shape[-1]:
+            return linear(x, self.weight, self.bias)
+        if self.packed:
+            return linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias).view(*x.shape[:-1], -1)
+        return F.linear(x, self.weight, self.bias)
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
+from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 
@@ -41,7 +42,7 @@ def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
         ValueError: when even a plain forward gives no finite logits.
     """
     notes: list[str] = []
-    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (CachedTreeModel, StepwiseTreeModel)
+    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (LeanTreeModel, CachedTreeModel, StepwiseTreeModel)
     limit = TOLERANCE.get(model.dtype, 1e-4)
     for way in ways:
         try:

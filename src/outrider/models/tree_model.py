@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,11 +54,15 @@ class CachedTreeModel:
             raise Unsupported("its forward takes no `cache`")
         self._takes_positions = "position_ids" in accepted, "position_ids" in base
         self.windows = attention_windows(model)
-        self.packed = Packed.of(model)
         self.specs = self._discover_states()
         self.way = "tree mask" if not self.specs else "waves of single steps"
         # a block fed onto an existing recurrent state is wrong in some families; `selftest` allows it
         self.chunked_prefill = not self.specs
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The model's linear layers, packed when trees are first scored through them."""
+        return Packed.of(self.model)
 
     def _discover_states(self) -> dict[tuple[str, int, int], StateSpec]:
         cache = TreeCache(capacity=8)
@@ -110,14 +115,16 @@ class CachedTreeModel:
         return {t: tensors.get(self.windows.get(t)) if t in self.windows else None for t in types}
 
     @torch.inference_mode()
-    def forward(self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """Logits of every node, [B, N, V]."""
+    def forward(
+        self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Logits of every node [B, N, V], and hidden states at the taps."""
         kwargs: dict[str, Any] = {"cache": cache, "use_cache": True, "attention_mask": mask}
         if self._takes_positions[0]:
             kwargs["position_ids"] = positions_BN
-        with self.packed.active():
+        with self.packed.active(), tapping(self.model, taps) as reader:
             logits: Tensor = self.model(input_ids=ids_BN, **kwargs).logits
-        return logits
+        return logits, list(reader.take()) if taps else None
 
 
 class CachedTreeState:
@@ -152,10 +159,9 @@ class CachedTreeState:
         ids = torch.tensor([[*row, *[0] * (size - len(row))] for row in tokens], device=self.model.device)
         positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(depths_BM[:, start:end])
         mask = self.model.masks(visible) if visible else None
-        with tapping(self.model.model, self.taps) as reader:
-            logits_BNV = self.model.forward(ids, positions.to(self.model.device), mask, self.cache)
-        if self.taps:
-            self.features = list(reader.take()[:, :new])
+        logits_BNV, self.features = self.model.forward(
+            ids, positions.to(self.model.device), mask, self.cache, self.taps
+        )
         return logits_BNV[:, :new]
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from outrider.train.batches import Batch, batches, make_batch
 from outrider.train.data import save_atomically
 from outrider.train.features import Example
-from outrider.train.losses import LOSSES
+from outrider.train.losses import LOSSES, head_loss, law_loss
 from outrider.train.students import Student
 
 Tell = Callable[[int, int, str], None]
@@ -160,13 +160,18 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean over unrolled steps, later ones counting a little less."""
-        measure, total, weights = LOSSES[self.settings.loss], torch.zeros(()), 0.0
-        logp_RC = self.student.target_logp(batch, batch.written_BT)
+        student, measure = self.student, LOSSES[self.settings.loss]
+        head_CD = getattr(student, "cut_CD", None)
+        total, weights = torch.zeros(()), 0.0
+        p_RC = student.target_logp(batch, batch.written_BT).exp_().to(torch.bfloat16)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for step, out in enumerate(self.student.outputs(batch, self.settings.steps)):
-                weight = 0.9**step
-                total = total + weight * measure(logp_RC, self.student.logq(out[batch.written_BT]))
-                weights += weight
+            for step, out in enumerate(student.outputs(batch, self.settings.steps)):
+                out_RD, weight = out[batch.written_BT], 0.9**step
+                if head_CD is not None:
+                    value = head_loss(out_RD, head_CD, p_RC, measure)
+                else:
+                    value = law_loss(student.logq(out_RD), p_RC, measure)
+                total, weights = total + weight * value, weights + weight
         return total / weights
 
 

@@ -1,0 +1,142 @@
+"""One lean decoder for the Llama-like families: the same weights, far fewer operations a token.
+
+transformers spends as long in Python as in arithmetic when few tokens are scored. This block fuses query, key and value, and gate
+and up projections, folds grouped heads into the query rows instead of copying keys, and uses packed weights where they help.
+It scores trees only; prompts still go through transformers' own forward, with the same cache. `selftest` compares both at load.
+
+Shapes: B rows, N nodes, D width, H query heads, G key-value heads, R = H / G, E head size, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.cache.tree_cache import TreeCache
+from outrider.models.packed import Product
+from outrider.models.tree_model import CachedTreeModel, Unsupported
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+
+
+class Norm:
+    """RMS norm. Gemma's weights are stored as differences from one and applied in float32."""
+
+    def __init__(self, module: Any, offset: bool) -> None:
+        eps = getattr(module, "variance_epsilon", None) or module.eps
+        self.eps, self.shape = float(eps), tuple(module.weight.shape)
+        self.weight = module.weight.detach().float() + 1.0 if offset else module.weight.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Block:
+    """One decoder layer, read from transformers' module."""
+
+    def __init__(self, layer: Any, kind: str, offset: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.kind, self.scale = kind, float(attention.scaling)
+        self.size = int(attention.head_dim)
+        self.heads = attention.q_proj.out_features // self.size
+        self.groups = attention.k_proj.out_features // self.size
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.mixed, self.down = Product(attention.o_proj), Product(mlp.down_proj)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj)
+        self.act: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.ffn = mlp.down_proj.in_features
+        self.before_mixer = Norm(layer.input_layernorm, offset)
+        self.qk_norms = [Norm(getattr(attention, n), offset) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
+        gemma = hasattr(layer, "pre_feedforward_layernorm")
+        self.after_mixer = Norm(layer.post_attention_layernorm, offset) if gemma else None
+        self.before_ffn = Norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm, offset)
+        self.after_ffn = Norm(layer.post_feedforward_layernorm, offset) if gemma else None
+
+    def __call__(
+        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache, index: int
+    ) -> Tensor:
+        mixed = self._attend(self.before_mixer(x_BND), rope, mask, cache, index)
+        x_BND = x_BND + (self.after_mixer(mixed) if self.after_mixer else mixed)
+        gate, up = self.gate_up(self.before_ffn(x_BND)).split(self.ffn, dim=-1)
+        out = self.down(self.act(gate) * up)
+        return x_BND + (self.after_ffn(out) if self.after_ffn else out)
+
+    def _attend(self, x_BND: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache, index: int) -> Tensor:
+        batch, new, _ = x_BND.shape
+        both = self.heads + self.groups
+        qkv = self.qkv(x_BND).view(batch, new, both + self.groups, self.size)
+        qk, v = qkv.split([both, self.groups], dim=2)
+        if self.qk_norms:
+            q, k = qk.split([self.heads, self.groups], dim=2)
+            qk = torch.cat([self.qk_norms[0](q), self.qk_norms[1](k)], dim=2)
+        cos, sin = rope
+        qk = torch.addcmul(qk * cos, qk.roll(self.size // 2, -1), sin)
+        q, k = qk.split([self.heads, self.groups], dim=2)
+        keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
+        repeat = self.heads // self.groups
+        q = q.reshape(batch, new, self.groups, repeat, self.size).permute(0, 2, 3, 1, 4)
+        q = q.reshape(batch, self.groups, repeat * new, self.size)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale)
+        out = out.view(batch, self.groups, repeat, new, self.size).permute(0, 3, 1, 2, 4)
+        return self.mixed(out.reshape(batch, new, self.heads * self.size))
+
+
+class LeanTreeModel(CachedTreeModel):
+    """A Llama-like transformers model whose trees are scored by lean blocks.
+
+    Raises:
+        Unsupported: for other families, and for options that the blocks do not compute.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        if config.model_type not in FAMILIES:
+            raise Unsupported(f"the lean decoder does not know the family {config.model_type!r}")
+        if getattr(config, "attn_logit_softcapping", None):
+            raise Unsupported("the lean decoder does not cap attention scores")
+        super().__init__(model)
+        base: Any = model.base_model
+        types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers
+        gemma = config.model_type.startswith("gemma")
+        self.embedding: nn.Embedding = base.embed_tokens
+        self.blocks = [Block(layer, kind, gemma) for layer, kind in zip(base.layers, types)]
+        self.norm, self.unembed = Norm(base.norm, gemma), Product(model.get_output_embeddings())
+        self.rotary, self.typed_rotary = base.rotary_emb, gemma
+        self.repeat = self.blocks[0].heads // self.blocks[0].groups
+        self.cap = getattr(config, "final_logit_softcapping", None)
+        self.way = "lean decoder, tree mask"
+
+    def _rope(self, x_BND: Tensor, positions_BN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [B, N, 1, E], so that rotation is `x * cos + roll(x) * sin`."""
+        more = (kind,) if self.typed_rotary else ()
+        cos, sin = self.rotary(x_BND, positions_BN, *more)
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        return cos[:, :, None], signed[:, :, None]
+
+    @torch.inference_mode()
+    def forward(
+        self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Logits of every node [B, N, V], and hidden states at the taps."""
+        x_BND = self.embedding(ids_BN)
+        kinds = {block.kind for block in self.blocks}
+        ropes = {kind: self._rope(x_BND, positions_BN, kind) for kind in kinds}
+        masks = {kind: (mask[kind] if isinstance(mask, dict) else mask).repeat(1, 1, self.repeat, 1) for kind in kinds}
+        tapped: dict[int, Tensor] = {}
+        for index, block in enumerate(self.blocks):
+            x_BND = block(x_BND, ropes[block.kind], masks[block.kind], cache, index)
+            if index in taps:
+                tapped[index] = x_BND
+        logits_BNV = self.unembed(self.norm(x_BND))
+        if self.cap:
+            logits_BNV = torch.tanh(logits_BNV / self.cap) * self.cap
+        features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
+        return logits_BNV, list(features) if features is not None else None

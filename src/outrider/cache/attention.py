@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 
+ALIGNMENT = 64
+
+
 class AttentionLayer:
     """Preallocated keys and values of one layer."""
 
@@ -24,15 +27,16 @@ class AttentionLayer:
         self.keys_BHSD: Tensor | None = None
         self.values_BHSD: Tensor | None = None
 
-    def write(self, keys_BHND: Tensor, values_BHND: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Put new keys and values at slots `start`... and return everything up to their end."""
+    def write(self, keys_BHND: Tensor, values_BHND: Tensor, start: int, align: bool = False) -> tuple[Tensor, Tensor]:
+        """Put new keys and values at slots `start`... and return everything up to their end, `aligned` when in a tree."""
         end = start + keys_BHND.shape[2]
-        if self.keys_BHSD is None or end > self.capacity:
-            self._allocate(keys_BHND, values_BHND, end)
+        shown = aligned(end) if align else end
+        if self.keys_BHSD is None or shown > self.capacity:
+            self._allocate(keys_BHND, values_BHND, shown)
         assert self.keys_BHSD is not None and self.values_BHSD is not None
         self.keys_BHSD[:, :, start:end] = keys_BHND
         self.values_BHSD[:, :, start:end] = values_BHND
-        return self.keys_BHSD[:, :, :end], self.values_BHSD[:, :, :end]
+        return self.keys_BHSD[:, :, :shown], self.values_BHSD[:, :, :shown]
 
     def _allocate(self, keys: Tensor, values: Tensor, needed: int) -> None:
         old = self.keys_BHSD, self.values_BHSD
@@ -116,11 +120,21 @@ def visibility(
     return np.concatenate([prefix_BNS, ancestors_BNM], axis=2)
 
 
+def aligned(slots: int) -> int:
+    """Slots rounded up to whole vectors.
+
+    A kernel adds up the last, incomplete vector in another order than a complete one. With whole vectors, whose rest is masked,
+    a sum over the same visible slots has the same bits however many nodes were scored with it.
+    """
+    return (slots + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
 def additive_mask(visible_BNS: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 4D mask that is added to attention scores: 0 where visible, the lowest finite number elsewhere, [B, 1, N, S].
+    """A 4D mask that is added to attention scores, [B, 1, N, aligned(S)]: 0 where visible, the lowest finite number elsewhere.
 
     Additive, since a boolean mask is silently misread by eager attention.
     """
-    visible = torch.from_numpy(visible_BNS).to(device)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+    batch, new, slots = visible_BNS.shape
+    mask = torch.full((batch, 1, new, aligned(slots)), torch.finfo(dtype).min, dtype=dtype, device=device)
+    mask[:, 0, :, :slots].masked_fill_(torch.from_numpy(visible_BNS).to(device), 0.0)
+    return mask

@@ -44,7 +44,7 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values, return all that may be seen."""
         layer = self.attention.setdefault(layer_idx, AttentionLayer(self.capacity))
-        return layer.write(key_states, value_states, self.start)
+        return layer.write(key_states, value_states, self.start, align=self.waves is not None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the current call's."""

@@ -21,6 +21,9 @@ from outrider.cache.tree_cache import TreeCache
 from outrider.models.packed import Product
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 
+# Fewer query rows go through another matrix kernel, whose sums differ in the last bit: then one token scored alone and the same
+# token scored in a tree would not always agree.
+FEWEST_ROWS = 4
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 
@@ -83,8 +86,10 @@ class Block:
         repeat = self.heads // self.groups
         q = q.reshape(batch, new, self.groups, repeat, self.size).permute(0, 2, 3, 1, 4)
         q = q.reshape(batch, self.groups, repeat * new, self.size)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale)
-        out = out.view(batch, self.groups, repeat, new, self.size).permute(0, 3, 1, 2, 4)
+        if (spare := mask.shape[2] - repeat * new) > 0:
+            q = F.pad(q, (0, 0, 0, spare))
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale)[:, :, : repeat * new]
+        out = out.unflatten(2, (repeat, new)).permute(0, 3, 1, 2, 4)
         return self.mixed(out.reshape(batch, new, self.heads * self.size))
 
 
@@ -121,6 +126,11 @@ class LeanTreeModel(CachedTreeModel):
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[:, :, None], signed[:, :, None]
 
+    def _mask(self, mask_B1NS: Tensor) -> Tensor:
+        """The mask of folded query rows, of which there are at least `FEWEST_ROWS`."""
+        folded = mask_B1NS.repeat(1, 1, self.repeat, 1)
+        return F.pad(folded, (0, 0, 0, max(0, FEWEST_ROWS - folded.shape[2])))
+
     @torch.inference_mode()
     def forward(
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
@@ -129,7 +139,7 @@ class LeanTreeModel(CachedTreeModel):
         x_BND = self.embedding(ids_BN)
         kinds = {block.kind for block in self.blocks}
         ropes = {kind: self._rope(x_BND, positions_BN, kind) for kind in kinds}
-        masks = {kind: (mask[kind] if isinstance(mask, dict) else mask).repeat(1, 1, self.repeat, 1) for kind in kinds}
+        masks = {kind: self._mask(mask[kind] if isinstance(mask, dict) else mask) for kind in kinds}
         tapped: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
             x_BND = block(x_BND, ropes[block.kind], masks[block.kind], cache, index)

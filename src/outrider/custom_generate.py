@@ -7,7 +7,6 @@ what it would see in plain `generate`, padding included.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -18,13 +17,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from outrider import noise
 from outrider.drafters.catalog import make_controller, make_drafter
 from outrider.engine import Run
-from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
 from outrider.options import LogitsProcessor, Options, fresh_seed
 from outrider.sampling import Sampler
 from outrider.sequence import Sequence
-
-_tree_models: weakref.WeakKeyDictionary[PreTrainedModel, TreeModel] = weakref.WeakKeyDictionary()
 
 
 class _Padded:
@@ -66,9 +62,7 @@ def custom_generate(
         ValueError: for generation modes and outputs that speculation does not give.
     """
     _refuse_unsupported(model, generation_config, model_kwargs)
-    target = _tree_models.get(model)
-    if target is None:
-        target = _tree_models[model] = tree_model(model)[0]
+    target, _ = tree_model(model)
     drafts = make_drafter(drafter, target, None)
     sample = bool(generation_config.do_sample)
     first_seed = seed if seed is not None else fresh_seed() if sample else 0

@@ -118,7 +118,7 @@ class Sampler:
                 raise ValueError(
                     f"token id {token} is outside the vocabulary of {vocab}; check logit_bias and bad_words_ids"
                 )
-        self.options, self.seed, self.vocab = options, seed, vocab
+        self.options, self.seed, self.vocab, self.device = options, seed, vocab, torch.device(device)
         self.greedy = options.temperature == 0
         self.processors = build_processors(options, prompt_length, eos, str(device))
         self.warpers = build_warpers(options)

@@ -75,8 +75,12 @@ class LMDraftState:
         context = self.drafter.model.context
         return 0 if context is None or length + 1 < context else length + 1 - max(context // 2, 2)
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens as the drafter may read them: ids that only the target has become 0."""
+        return [token if token < self.drafter.model.vocab else 0 for token in tokens]
+
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> TreeState:
-        seen = [list(context[offset:-1]) for context, offset in zip(contexts, self.offsets)]
+        seen = [self._known(context[offset:-1]) for context, offset in zip(contexts, self.offsets)]
         return self.drafter.model.begin(seen, self.room)
 
     def _catch_up(self, contexts: Sequence[Sequence[int]], depth: int) -> Tensor:
@@ -91,7 +95,7 @@ class LMDraftState:
                 ]
                 self.state = self._prefill(contexts)
         while True:
-            behind = [list(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
+            behind = [self._known(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
             chunk = [row[:CATCH_UP] for row in behind]
             parents = [list(range(-1, len(row) - 1)) for row in chunk]
             logits = self.state.extend(chunk, parents)
@@ -160,7 +164,7 @@ class LMDraftState:
         counts = counts[: len(fed)]  # duplicate or impossible draws leave fewer nodes than the shape has room for
         vocab = min(self.drafter.vocab, sampler.vocab)
         paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in fed]
-        scores_FV = sampler.scores(paths, logits_FV[:, :vocab])
+        scores_FV = sampler.scores(paths, logits_FV[:, :vocab].to(sampler.device))
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FV, counts, sampler, len(paths[0]), salt, one_hot=bool(shape.budget))
         logq_FV = scores_FV.log_softmax(-1) if shape.budget else None

@@ -9,7 +9,6 @@ Packing is active only inside `Packed.active()`: a model that the caller uses on
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,18 +21,8 @@ WORKING_ROWS = 16  # packing for one row makes more rows slower
 MOST_ROWS = 64  # beyond this the plain kernel is as good
 
 
-_packed: weakref.WeakKeyDictionary[nn.Module, Packed] = weakref.WeakKeyDictionary()
-
-
 class Packed:
     """The packed linear layers of a model; none where the machine or the dtype does not gain."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Packed:
-        """The packing of a model; a model is packed once, however many engines use it."""
-        if model not in _packed:
-            _packed[model] = cls(model)
-        return _packed[model]
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False

@@ -62,7 +62,7 @@ class CachedTreeModel:
     @cached_property
     def packed(self) -> Packed:
         """The model's linear layers, packed when trees are first scored through them."""
-        return Packed.of(self.model)
+        return Packed(self.model)
 
     def _discover_states(self) -> dict[tuple[str, int, int], StateSpec]:
         cache = TreeCache(capacity=8)

@@ -1,0 +1,189 @@
+"""`model.generate(..., custom_generate=outrider.custom_generate)` is transformers' own `generate`, token for token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import outrider
+from families import FAMILIES, tiny
+from helpers import PROMPT, PROMPTS, lm
+
+PAD = 0
+
+
+def batch(prompts: Any = PROMPTS) -> dict[str, torch.Tensor]:
+    """Left-padded prompts."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(
+    family: str, inputs: dict[str, torch.Tensor], drafter: Any = "ngram", shape: Any = (2, 2, 1), **given: Any
+) -> Any:
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, **given}
+    model = tiny(family)
+    plain = model.generate(**inputs, **options)
+    ours = model.generate(**inputs, **options, custom_generate=outrider.custom_generate, drafter=drafter, shape=shape)
+    return plain, ours
+
+
+ONE = batch([PROMPT])
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "no repeated bigram": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[42], [18], [25, 18]]},
+    "suppressed tokens": {"suppress_tokens": [42, 25]},
+    "end token": {"eos_token_id": 25},
+    "end tokens, least length": {"eos_token_id": [25, 18, 30], "min_new_tokens": 6},
+    "longest length": {"max_length": 19, "max_new_tokens": None},
+    "one token": {"max_new_tokens": 1},
+    "all": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "eos_token_id": [25, 30], "min_new_tokens": 4},
+}
+
+
+def test_the_function_is_the_function_however_often_it_is_named() -> None:
+    """A module of the same name took its place after the first use: the second `generate` then ignored it."""
+    assert all(callable(outrider.custom_generate) for _ in range(3))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_prompt_gives_the_text_of_plain_generate(rule: str) -> None:
+    for drafter in ("ngram", lm("llama"), ["ngram", lm("mamba", 1)], "oracle:0.6", "off"):
+        plain, ours = both("llama", ONE, drafter, **RULES[rule])
+        assert torch.equal(plain, ours), drafter
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_left_padded_batch_gives_the_texts_of_plain_generate(rule: str) -> None:
+    """Assisted generation refuses batches; here rows are ragged, padded, and end at different times."""
+    plain, ours = both("llama", batch(), lm("llama"), **RULES[rule])
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "rwkv"])
+def test_every_family(family: str) -> None:
+    """transformers refuses assisted generation for stateful targets, prompt lookup included."""
+    plain, ours = both(family, ONE)
+    assert torch.equal(plain, ours)
+
+
+def test_a_dictionary_is_returned_when_asked_for() -> None:
+    plain, ours = both("llama", batch(), return_dict_in_generate=True, eos_token_id=25)
+    assert torch.equal(plain.sequences, ours.sequences)
+
+
+def test_the_inputs_without_a_mask() -> None:
+    plain, ours = both("llama", {"input_ids": ONE["input_ids"]})
+    assert torch.equal(plain, ours)
+
+
+def test_a_users_processor_and_stopping_rule_are_obeyed() -> None:
+    from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return (input_ids[:, -3:].sum(1) % 5 == 0) & (input_ids.shape[1] > len(PROMPT) + 3)
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, ids[:, -2:], float("-inf"))
+
+    given = {"logits_processor": LogitsProcessorList([processor]), "stopping_criteria": StoppingCriteriaList([Stop()])}
+    plain, ours = both("llama", ONE, lm("llama"), max_new_tokens=40, **given)
+    assert torch.equal(plain, ours)
+    assert plain.shape[1] < len(PROMPT) + 40
+
+
+def test_sampling_follows_the_seed_and_not_the_drafter() -> None:
+    model = tiny("llama")
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": True,
+        "temperature": 0.9,
+        "top_k": 20,
+        "top_p": 0.95,
+        "pad_token_id": PAD,
+    }
+    texts = []
+    for seed in (1, 2):
+        for drafter in ("off", "ngram", lm("llama"), lm("mamba", 1)):
+            out = model.generate(
+                **ONE, **options, custom_generate=outrider.custom_generate, drafter=drafter, shape=(2, 2), seed=seed
+            )
+            texts.append(tuple(out[0].tolist()))
+    assert len(set(texts[:4])) == len(set(texts[4:])) == 1
+    assert texts[0] != texts[4]
+
+
+def test_sampling_without_a_seed_follows_torchs_generator() -> None:
+    model = tiny("llama")
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        out = model.generate(
+            **ONE,
+            max_new_tokens=16,
+            do_sample=True,
+            pad_token_id=PAD,
+            custom_generate=outrider.custom_generate,
+            drafter="ngram",
+        )
+        texts.append(out[0].tolist())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_rows_of_a_sampled_batch_differ() -> None:
+    out = tiny("llama").generate(
+        **batch([PROMPT] * 4),
+        max_new_tokens=16,
+        do_sample=True,
+        pad_token_id=PAD,
+        custom_generate=outrider.custom_generate,
+        drafter="ngram",
+        seed=1,
+    )
+    assert len({tuple(row) for row in out.tolist()}) == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_beams": 2},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"output_logits": True, "return_dict_in_generate": True},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_speculation_does_not_give_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(given)).replace("num_beams", "beam search")) as refusal:
+        tiny("llama").generate(
+            **ONE,
+            max_new_tokens=4,
+            pad_token_id=PAD,
+            custom_generate=outrider.custom_generate,
+            drafter="ngram",
+            **given,
+        )
+    assert "\n" not in str(refusal.value)
+
+
+def test_several_sequences_of_a_prompt() -> None:
+    """`num_return_sequences` repeats the prompt before our turn: the rows are ordinary rows."""
+    out = tiny("llama").generate(
+        **ONE,
+        max_new_tokens=8,
+        do_sample=True,
+        num_return_sequences=3,
+        pad_token_id=PAD,
+        custom_generate=outrider.custom_generate,
+        drafter="ngram",
+        seed=3,
+    )
+    assert out.shape == (3, len(PROMPT) + 8)
+    assert len({tuple(row) for row in out.tolist()}) == 3

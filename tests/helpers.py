@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ from outrider.verify import Draft
 
 PROMPT = (5, 9, 13, 7, 5, 9, 13, 7, 5, 9)
 PROMPTS = ((3, 11, 4), (5, 9, 13, 7, 5, 9, 13), (2, 6, 2, 6, 2, 6, 2, 30, 31, 2, 6, 2))
-NEW = 16
+NEW = 12
 
 SHAPES: dict[str, Any] = {
     "off": "off",
@@ -210,8 +210,20 @@ def lm(family: str, seed: int = 0, vocab: int = VOCAB) -> LMDrafter:
     return LMDrafter(target_of(family, seed, vocab), f"{family}-{seed}")
 
 
+class Oracle(OracleDrafter):
+    """Writes each text ahead only once."""
+
+    written: ClassVar[dict[Any, list[int]]] = {}
+
+    def _write(self, ids: list[int], sampler: Sampler, count: int) -> list[int]:
+        key = (id(self.target), tuple(ids), repr(sampler.options), sampler.seed, count)
+        if key not in self.written:
+            self.written[key] = super()._write(ids, sampler, count)
+        return self.written[key]
+
+
 def oracle(family: str, rate: float) -> OracleDrafter:
-    return OracleDrafter(target_of(family), rate)
+    return Oracle(target_of(family), rate)
 
 
 DRAFTERS: dict[str, Callable[[str], Any]] = {

@@ -11,7 +11,7 @@ from helpers import NEW, OPTIONS, PROMPTS, SHAPES, Alternate, Spoiled, Watch, en
 from outrider.api import Engine
 
 ROWS = [list(prompt) for prompt in PROMPTS]
-DEEP = ["llama", "gemma3", "qwen3_next", "mamba", "rwkv"]
+DEEP = ["llama", "gemma3", "qwen3_next", "mamba"]
 
 
 def alone(family: str, key: str, **given: Any) -> list[list[int]]:
@@ -22,17 +22,16 @@ def alone(family: str, key: str, **given: Any) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_equals_its_single_run(family: str, drafter: str) -> None:
     """Batches are refused, or crash where rows accept different lengths, in project after project since 2023."""
-    for shape in ("chain", "3x2x2"):
-        for key in ("greedy", "sampled"):
-            results = engine(family, drafter).generate(ROWS, shape=SHAPES[shape], max_new_tokens=NEW, **OPTIONS[key])
-            assert [r.token_ids for r in results] == alone(family, key), (shape, key)
+    for shape, key in (("chain", "sampled"), ("3x2x2", "greedy")):
+        results = engine(family, drafter).generate(ROWS, shape=SHAPES[shape], max_new_tokens=NEW, **OPTIONS[key])
+        assert [r.token_ids for r in results] == alone(family, key), (shape, key)
 
 
 @pytest.mark.parametrize("shape", ["off", "bulge", "best12", "ragged"])
 @pytest.mark.parametrize("drafter", ["same", "wrong", "none", "ngram", "merged", "recurrent"])
 @pytest.mark.parametrize("family", DEEP)
 def test_rows_of_every_shape_and_option(family: str, drafter: str, shape: str) -> None:
-    for key in OPTIONS:
+    for key in OPTIONS if family == "llama" else ("greedy", "bias"):
         results = engine(family, drafter).generate(ROWS, shape=SHAPES[shape], max_new_tokens=NEW, **OPTIONS[key])
         assert [r.token_ids for r in results] == alone(family, key), key
         assert [r.prompt_tokens for r in results] == [len(row) for row in ROWS]
@@ -85,12 +84,11 @@ def test_the_same_model_is_always_accepted_in_a_batch(family: str) -> None:
     """Padded drafter batches cost vLLM acceptance that nobody saw, since the text stayed right."""
     watch = Watch(lm(family))
     drafting = Engine(tiny(family), None, family, watch)
-    for shape in ("chain", "3x2x2", "bulge", "ragged"):
-        for key in ("greedy", "sampled", "bias"):
-            watch.rounds.clear()
-            drafting.generate(ROWS, shape=SHAPES[shape], max_new_tokens=NEW, **OPTIONS[key])
-            assert watch.misses() == 0, (shape, key)
-            assert watch.accepted() > 6
+    for shape, key in (("chain", "greedy"), ("3x2x2", "sampled"), ("bulge", "bias"), ("ragged", "sampled")):
+        watch.rounds.clear()
+        drafting.generate(ROWS, shape=SHAPES[shape], max_new_tokens=NEW, **OPTIONS[key])
+        assert watch.misses() == 0, (shape, key)
+        assert watch.accepted() > 6
 
 
 @pytest.mark.parametrize("family", DEEP)
@@ -98,8 +96,8 @@ def test_the_same_model_is_accepted_again_after_rejections_in_a_batch(family: st
     for key in ("greedy", "sampled"):
         spoiled = Spoiled(lm(family))
         drafting = Engine(tiny(family), None, family, spoiled)
-        results = drafting.generate(ROWS, shape=(2, 2, 1), max_new_tokens=30, **OPTIONS[key])
-        assert [r.token_ids for r in results] == alone(family, key, max_new_tokens=30)
+        results = drafting.generate(ROWS, shape=(2, 2, 1), max_new_tokens=20, **OPTIONS[key])
+        assert [r.token_ids for r in results] == alone(family, key, max_new_tokens=20)
         assert spoiled.spoiled > 6
         assert spoiled.accepted > 6
         assert spoiled.misses == 0
@@ -122,7 +120,7 @@ def test_the_same_model_is_accepted_after_a_long_pause_in_a_batch(family: str) -
 @pytest.mark.parametrize("family", DEEP)
 def test_rows_end_at_different_times(family: str) -> None:
     """An end token stops its own row only."""
-    texts = alone(family, "sampled", max_new_tokens=30)
+    texts = alone(family, "sampled", max_new_tokens=20)
     for place in (0, 1, 2):
         eos = texts[place][4]
         wanted = []
@@ -132,7 +130,7 @@ def test_rows_end_at_different_times(family: str) -> None:
         assert len({len(text) for text, _ in wanted}) > 1
         for drafter in ("same", "merged", "alternate", "ngram"):
             results = engine(family, drafter).generate(
-                ROWS, shape=(2, 1, 1), max_new_tokens=30, eos_token_id=eos, **OPTIONS["sampled"]
+                ROWS, shape=(2, 1, 1), max_new_tokens=20, eos_token_id=eos, **OPTIONS["sampled"]
             )
             assert [(r.token_ids, r.finish_reason) for r in results] == wanted, drafter
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny
 from typer.testing import CliRunner
 
+from families import tiny
 from outrider.cli import app
 from toy import byte_tokenizer
 

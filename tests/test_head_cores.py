@@ -184,9 +184,9 @@ def test_text_is_the_targets(core: str, given: dict[str, Any]) -> None:
     speaking = engine(core)
     for shape in (4, (3, 2, 1)):
         result = speaking.generate(list(PROMPT), shape=shape, max_new_tokens=16, **given)
-        assert result.token_ids == expected("llama", **given)
+        assert result.token_ids == expected("llama", max_new_tokens=16, **given)
     results = speaking.generate([list(p) for p in PROMPTS], shape=(2, 1, 1), max_new_tokens=16, **given)
-    assert [r.token_ids for r in results] == [expected("llama", p, **given) for p in PROMPTS]
+    assert [r.token_ids for r in results] == [expected("llama", p, max_new_tokens=16, **given) for p in PROMPTS]
 
 
 def answers(target: Engine, count: int, length: int) -> list[Example]:

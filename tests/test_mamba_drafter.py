@@ -162,10 +162,10 @@ def speaking() -> Engine:
 @pytest.mark.parametrize("shape", [1, 4, (3, 2, 1), "best8"], ids=str)
 def test_text_is_the_targets(given: dict[str, Any], shape: Any) -> None:
     result = speaking().generate(list(PROMPT), shape=shape, max_new_tokens=16, **given)
-    assert result.token_ids == expected("llama", **given)
+    assert result.token_ids == expected("llama", max_new_tokens=16, **given)
     assert result.stats.drafted > 0
     results = speaking().generate([list(p) for p in PROMPTS], shape=shape, max_new_tokens=16, **given)
-    assert [r.token_ids for r in results] == [expected("llama", p, **given) for p in PROMPTS]
+    assert [r.token_ids for r in results] == [expected("llama", p, max_new_tokens=16, **given) for p in PROMPTS]
 
 
 def test_draws_keep_the_law_in_reach() -> None:
@@ -228,4 +228,4 @@ def test_a_recurrent_target_takes_it_too() -> None:
     made = MambaModel(blocks(torch.float32), target.get_input_embeddings(), target.get_output_embeddings())
     going = run(tree_model(target)[0], LMDrafter(made, "mamba"), [PROMPT], (2, 1, 1), max_new_tokens=16)
     tokens = [piece.token for piece in going.pieces()]
-    assert tokens == expected("mamba2")
+    assert tokens == expected("mamba2", max_new_tokens=16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from families import FAMILIES, tiny
-from helpers import PROMPT, PROMPTS, expected
+from helpers import NEW, PROMPT, PROMPTS, expected
 from outrider.options import Options
 from outrider.reference import reference_generate
 
@@ -58,7 +58,7 @@ def test_processed_greedy_text_is_that_of_transformers(rule: str) -> None:
 def test_sampled_text_follows_the_seed() -> None:
     texts = [tuple(expected("llama", temperature=1.0, seed=seed)) for seed in range(5)]
     assert len(set(texts)) == 5
-    again = reference_generate(tiny("llama"), PROMPT, Options(max_new_tokens=16, temperature=1.0), seed=3)
+    again = reference_generate(tiny("llama"), PROMPT, Options(max_new_tokens=NEW, temperature=1.0), seed=3)
     assert tuple(again) == texts[3]
 
 

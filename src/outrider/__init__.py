@@ -27,4 +27,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    # kept, since importing a submodule of the same name has just put the module in its place
+    globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+    return found

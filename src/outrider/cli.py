@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from outrider import cli_train
+
 if TYPE_CHECKING:
     from outrider.api import Engine, Result
 
@@ -313,6 +315,9 @@ def speed(
         _print_json(to_json(report, limit=limit))
     else:
         render(report, Console())
+
+
+cli_train.register(app)
 
 
 def main() -> None:

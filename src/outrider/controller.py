@@ -41,18 +41,18 @@ class Fixed:
 class Bandit:
     """UCB over shapes, rewarded with tokens per second of wall clock; one arm is always "off".
 
-    The rule of Mamba Drafters, section 3.2: argmax mean + exploration * sqrt(2 ln t / n). Means are discounted so that they
-    follow the text, and measured in units of the best arm, so that `exploration` is a share of its speed.
+    The rule of Mamba Drafters, section 3.2: argmax mean + exploration * sqrt(2 ln t / n). Counts are discounted so that they
+    follow the text, and means measured in units of the best arm, so that `exploration` is a share of its speed.
 
     A round in which the drafter proposed nothing says what plain decoding costs, whatever arm was drawn.
 
     Args:
         arms: shapes; "off" is added if missing.
         exploration: weight of uncertainty.
-        discount: weight that a round loses with every later round of its arm.
+        discount: weight that a round loses with every later round.
     """
 
-    def __init__(self, arms: Sequence[Shape], exploration: float = 0.05, discount: float = 0.95) -> None:
+    def __init__(self, arms: Sequence[Shape], exploration: float = 0.05, discount: float = 0.98) -> None:
         self.arms = {arm.name: arm for arm in [*arms, OFF]}
         self.exploration, self.discount = exploration, discount
         self.tokens = dict.fromkeys(self.arms, 0.0)
@@ -83,5 +83,8 @@ class Bandit:
             return
         if shape.name != name and shape.name in self.arms and not self.pulls[shape.name]:
             return  # an arm that had nothing to draft is still to be tried
+        # every arm fades, so that one that was bad long ago becomes uncertain and is tried again
         for table, value in ((self.tokens, emitted), (self.seconds, seconds), (self.pulls, 1.0)):
-            table[name] = table[name] * self.discount + value
+            for arm in table:
+                table[arm] *= self.discount
+            table[name] += value

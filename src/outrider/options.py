@@ -148,6 +148,10 @@ def options_from(given: Mapping[str, object]) -> Options:
             given["temperature"] = 1.0
         if not sample:
             given["temperature"] = 0.0
+    if given.get("stop_strings") and given.get("stop"):
+        raise ValueError("stop and stop_strings are two names of one option; give one of them")
+    if "stop_strings" in given:  # transformers' name
+        given["stop"] = given.pop("stop_strings") or given.get("stop")
     unknown = sorted(set(given) - known)
     if unknown:
         import difflib

@@ -182,7 +182,7 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
     """
     if isinstance(given, Shape):
         return given
-    if isinstance(given, bool):
+    if isinstance(given, bool) or not isinstance(given, (int, str, Sequence)):
         raise ValueError(f"shape {given!r} is not a shape; write 'off', 'chain5', '3x2x2' or 'best16'")
     if isinstance(given, int):
         return uniform((1,) * _count(given))

@@ -30,8 +30,8 @@ class LayerFactors:
     inputs_BMC: Tensor
     x_BMHP: Tensor
     b_BMS: Tensor
-    dt_BMH: Tensor
-    log_BMH: Tensor
+    dt_BHM: Tensor
+    log_BHM: Tensor
     """Log decay from the committed state to after the node."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -49,29 +49,26 @@ class MixerSizes:
     channels: int
     window: int
     dtype: torch.dtype
-    wide: torch.dtype
-    """Of states and factors: sums over many tokens are kept in float32 at least."""
+    """Of all buffers: sums over many tokens are kept in float32 at least."""
 
     def buffers(self, batch: int, nodes: int, device: torch.device) -> LayerFactors:
         """Empty buffers for so many pending nodes a row."""
-        heads = batch, nodes, self.num_heads
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=self.wide, device=device)
+            return torch.zeros(shape, dtype=self.dtype, device=device)
 
         return LayerFactors(
             zeros(batch, self.num_heads, self.head_size, self.state_size),
-            torch.zeros(batch, self.window + nodes, self.channels, dtype=self.dtype, device=device),
-            zeros(*heads, self.head_size),
+            zeros(batch, self.window + nodes, self.channels),
+            zeros(batch, nodes, self.num_heads, self.head_size),
             zeros(batch, nodes, self.state_size),
-            zeros(*heads),
-            zeros(*heads),
+            zeros(batch, self.num_heads, nodes),
+            zeros(batch, self.num_heads, nodes),
         )
 
     def node_bytes(self) -> int:
         """Memory of the factors of a node."""
-        numbers = self.num_heads * (self.head_size + 2) + self.state_size
-        return self.channels * self.dtype.itemsize + numbers * self.wide.itemsize
+        return (self.channels + self.num_heads * (self.head_size + 2) + self.state_size) * self.dtype.itemsize
 
 
 class Factors:
@@ -98,17 +95,16 @@ class Factors:
         self.capacity = max(nodes, 2 * self.capacity)
         for layer, (size, old) in enumerate(zip(self.sizes, self.layers)):
             new = self.layers[layer] = size.buffers(self.batch, self.capacity, self.device)
-            new.state_BHPS.copy_(old.state_BHPS)
             for name, buffer in old.tensors().items():
-                if name != "state_BHPS":
-                    getattr(new, name)[:, : buffer.shape[1]] = buffer
+                getattr(new, name)[tuple(slice(0, n) for n in buffer.shape)] = buffer
 
     def commit(self, row: int, path: Sequence[int]) -> None:
         """The state after a path of pending nodes becomes the committed one."""
         nodes = torch.tensor(path, device=self.device)
         for size, held in zip(self.sizes, self.layers):
-            of_path = (t[row, nodes] for t in (held.x_BMHP, held.b_BMS, held.dt_BMH, held.log_BMH))
-            held.state_BHPS[row] = ssd.after(held.state_BHPS[row], *of_path)
+            x, b = held.x_BMHP[row, nodes], held.b_BMS[row, nodes]
+            dt, log = held.dt_BHM[row][:, nodes], held.log_BHM[row][:, nodes]
+            held.state_BHPS[row] = ssd.after(held.state_BHPS[row], x, b, dt, log)
             window = torch.cat([held.inputs_BMC[row, : size.window], held.inputs_BMC[row, size.window + nodes]])
             held.inputs_BMC[row, : size.window] = window[len(window) - size.window :]
 

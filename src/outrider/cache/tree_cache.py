@@ -7,6 +7,7 @@ model runs once over all nodes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ class TreeCache(Cache):
         self.start = 0  # slot where the current call writes
         self.first = 0  # pending index of the current call's first node
         self.waves: list[Wave] | None = None  # of the current call; None in prefill
+        self.stepping = False  # a mixer is being stepped: what it calls must not step again
         self.wave_parents: list[list[int]] = []
         self.prefilled: dict[int, LinearAttentionLayer] = {}
         self.on_state_read: Callable[[], None] | None = None
@@ -178,7 +180,11 @@ def step_by_waves(cache: TreeCache, mixer: Callable[..., Any], hidden_BND: Tenso
     for wave, parents in zip(cache.waves, cache.wave_parents):
         index_F = torch.tensor([row * new + node - cache.first for row, node in wave], device=hidden_BND.device)
         cache.states.enter(wave, parents)
-        stepped_F1D = mixer(hidden_states=flat_FD.index_select(0, index_F)[:, None], cache=cache, **kwargs)
+        cache.stepping = True
+        try:
+            stepped_F1D = mixer(hidden_states=flat_FD.index_select(0, index_F)[:, None], cache=cache, **kwargs)
+        finally:
+            cache.stepping = False
         cache.states.leave(wave)
         if out_FD is None:
             out_FD = stepped_F1D.new_empty(batch * new, stepped_F1D.shape[-1])
@@ -188,14 +194,43 @@ def step_by_waves(cache: TreeCache, mixer: Callable[..., Any], hidden_BND: Tenso
 
 
 def wrap_mixer(mixer: nn.Module) -> None:
-    """Teach a recurrent mixer to step trees. Calls with any other cache go through unchanged."""
-    original = mixer.forward
-    if getattr(original, "steps_trees", False):
-        return
+    """Teach a recurrent mixer to step trees. Calls with any other cache go through unchanged.
+
+    The module gets a subclass of its class, so that a copy of the model is a model of its own; only where a hook already sits on
+    the module itself must the hook be wrapped.
+    """
+    if "forward" in vars(mixer):
+        hooked = mixer.forward
+        if not getattr(hooked, "steps_trees", False):
+            vars(mixer)["forward"] = _stepping(hooked)
+    elif not getattr(type(mixer).forward, "steps_trees", False):
+        mixer.__class__ = _stepping_class(type(mixer))
+
+
+_stepping_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _stepping_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a mixer's class, of the same name, whose forward steps trees."""
+    if plain in _stepping_classes:
+        return _stepping_classes[plain]
+    method = plain.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _stepping(functools.partial(method, self))(*args, **kwargs)
+
+    forward.steps_trees = True  # type: ignore[attr-defined]
+    made = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+    _stepping_classes[plain] = made
+    return made
+
+
+def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A mixer's forward that steps trees when it gets a `TreeCache` in tree mode."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache")
-        if not isinstance(cache, TreeCache) or cache.waves is None:
+        if not isinstance(cache, TreeCache) or cache.waves is None or cache.stepping:
             return original(*args, **kwargs)
         rest = dict(kwargs)
         rest.pop("cache")
@@ -203,7 +238,7 @@ def wrap_mixer(mixer: nn.Module) -> None:
         return step_by_waves(cache, original, hidden, rest)
 
     forward.steps_trees = True  # type: ignore[attr-defined]
-    mixer.forward = forward
+    return forward
 
 
 @contextmanager

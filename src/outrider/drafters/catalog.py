@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.controller import Bandit, Controller, Fixed
 from outrider.drafters.base import Drafter
+from outrider.drafters.cascade import CascadeDrafter
+from outrider.drafters.folder import is_drafter_folder, load_drafter, shipped
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.oracle import OracleDrafter
+from outrider.drafters.small_lm import is_small_lm, load_small_lm
 from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, parse_shape
 
-NAMES = "'auto', 'off', 'ngram', 'oracle:RATE', a model (alias, hub id, folder, GGUF file), several joined by '+'"
+NAMES = (
+    "'auto', 'off', 'ngram', 'table', 'head', 'mamba', 'table:FOLDER', 'oracle:RATE', a drafter's folder, a model (alias, hub "
+    "id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something to propose)"
+)
+FREE = {"ngram", "table"}  # drafters that cost next to nothing
+SHIPPED_KINDS = ("table", "head", "mamba")
 
 
 def make_drafter(
@@ -51,17 +61,29 @@ def make_drafter(
 def _named(
     name: str, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, loading: dict[str, Any]
 ) -> Drafter | None:
+    if ">" in name:
+        stages = [make_drafter(part, target, tokenizer, **loading) for part in name.split(">")]
+        return CascadeDrafter([stage for stage in stages if stage is not None])
     if "+" in name:
         return make_drafter(name.split("+"), target, tokenizer, **loading)
     kind, _, rest = name.partition(":")
-    if kind in ("auto", "ngram") and not rest:
+    if name == "auto":
+        return _auto(target)
+    if name == "ngram":
         return NgramDrafter()
+    if name in SHIPPED_KINDS:
+        return _shipped(name, target)
     if kind == "oracle":
         try:
             rate = float(rest)
         except ValueError:
             raise ValueError(f"drafter {name!r} needs a rate between 0 and 1; write for example 'oracle:0.8'") from None
         return OracleDrafter(target, rate)
+    folder = Path(rest if kind == "table" else name).expanduser()
+    if kind == "table" or is_drafter_folder(folder):
+        return _from_folder(folder, target, must_be_table=kind == "table")
+    if is_small_lm(folder):
+        return load_small_lm(folder, _model(target), tokenizer, **loading)
     from outrider.models.loading import load_model
 
     loaded = load_model(rest if kind == "lm" and rest else name, **loading)
@@ -69,9 +91,40 @@ def _named(
     return LMDrafter(tree_model(loaded.model)[0], loaded.name, limit)
 
 
+def _model(target: TreeModel) -> PreTrainedModel:
+    """The model behind a target."""
+    model: PreTrainedModel = cast(Any, target).model
+    return model
+
+
+def _from_folder(folder: Path, target: TreeModel, must_be_table: bool = False) -> Drafter:
+    drafter = load_drafter(folder, _model(target))
+    if must_be_table and drafter.name != "table":
+        raise ValueError(f"{folder} holds a drafter of another kind than a table; name it without 'table:'")
+    return drafter
+
+
+def _shipped(kind: str, target: TreeModel) -> Drafter:
+    found = shipped(_model(target))
+    if kind not in found:
+        raise ValueError(
+            f"no {kind} comes with Outrider for this target; make one with `outrider {'table' if kind == 'table' else 'distil'}` "
+            "and give its folder"
+        )
+    return _from_folder(found[kind], target)
+
+
+def _auto(target: TreeModel) -> Drafter:
+    """What is there for this target, cheapest first: prompt lookup, then the shipped table, then the shipped head."""
+    found = shipped(_model(target))
+    stages = [_from_folder(found[kind], target) for kind in ("table", "head") if kind in found]
+    return CascadeDrafter([NgramDrafter(), *stages]) if stages else NgramDrafter()
+
+
 def default_arms(drafter: Drafter) -> list[Shape]:
     """Shapes that "auto" chooses from: chains where drafting is free, small trees too where a model drafts."""
-    texts = ("chain4", "chain10", "chain15") if drafter.name == "ngram" else ("chain2", "chain4", "chain7", "3x2x1x1")
+    free = set(re.split("[+>]", drafter.name)) <= FREE
+    texts = ("chain4", "chain10", "chain15") if free else ("chain2", "chain4", "chain7", "3x2x1x1")
     return [parse_shape(text) for text in texts]
 
 

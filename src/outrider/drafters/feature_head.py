@@ -1,7 +1,8 @@
 """A feature head as a drafter: a `TreeModel` whose nodes also carry features, grown by `lm.py` like any other.
 
 The target hands out its hidden states for every token that it commits (`see`). A node whose predecessor was committed reads
-those; a deeper node reads its parent's output.
+those; a deeper node reads its parent's output. What was drafted on the head's own outputs is not committed but fed again
+with the target's features, in the same pass as the next root: the state of the head only ever holds the target's text.
 
 Shapes: B rows, N new nodes, D width, C draft vocabulary, V vocabulary.
 """
@@ -14,13 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.cache.attention import AttentionLayer, additive_mask, visibility
+from outrider.cache.attention import ALIGNMENT, AttentionLayer, additive_mask, visibility
+from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.drafters.lm import LMDrafter, LMDraftState
-from outrider.models.feature_head import FeatureHead
+from outrider.models.draft_vocab import CutHead
+from outrider.models.feature_head import Attend, FeatureHead
+from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
+from outrider.models.scans import TreeScan
 from outrider.sampling import Sampler
+from outrider.verify import Verdict
+
+NODES = 128  # that buffers hold before they grow
 
 
 class HeadModel:
@@ -40,9 +48,9 @@ class HeadModel:
         self.head = head.to(weight.device, weight.dtype).eval().requires_grad_(False)
         self.embedding, self.vocab = embedding, weight.shape[0]
         self.dtype, self.device = weight.dtype, weight.device
-        self.cut = nn.Linear(weight.shape[1], len(head.draft_ids), bias=False, device=weight.device, dtype=weight.dtype)
-        self.cut.weight = nn.Parameter(weight.detach()[head.draft_ids], requires_grad=False)
-        self.packed = Packed.of(nn.ModuleList([self.head, self.cut]))
+        self.cut = CutHead(weight, head.draft_ids)
+        self.packed = Packed(nn.ModuleList([self.head, self.cut]))
+        self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
 
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
         """Start without reading the prompts: their features come later, and `lm.py` feeds what is behind."""
@@ -50,16 +58,17 @@ class HeadModel:
         return HeadState(self, len(prompts), longest + room)
 
     def state_bytes_per_node(self) -> int:
-        """Attention has no recurrent state."""
-        return 0
+        """Memory of what one pending node leaves of its state; attention has none."""
+        return sum(size.node_bytes() for size in self.sizes)
 
 
 class HeadState:
-    """Keys, values, outputs and features of B rows."""
+    """Keys, values, states, outputs and features of B rows."""
 
     def __init__(self, model: HeadModel, batch: int, capacity: int) -> None:
         self.model, self.lengths = model, [0] * batch
         self.layer, self.nodes = AttentionLayer(capacity), Pending(batch)
+        self.factors = Factors(model.sizes, batch, NODES, model.device)
         self.features: list[Tensor] | None = None
         self.outputs_BMD: Tensor | None = None
         # features of committed tokens that are still needed, and the position of the first of them
@@ -84,27 +93,33 @@ class HeadState:
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits [B, N, V]; see `TreeState`."""
-        model, new, base = self.model, max(map(len, tokens)), max(self.lengths)
+        model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
-        end = start + new
-        depths_BM = self.nodes.depths_BM[:, :end]
-        seen = visibility(self.lengths, base, depths_BM, self.nodes.ancestors_BMM[:, start:end, :end], None)
-        mask = additive_mask(seen, model.dtype, model.device)
-        positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(depths_BM[:, start:end])
+        positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(self.nodes.depths_BM[:, start : start + new])
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
+        features = self._features(tokens, start, new)
+        attend = self._attend(start, start + new) if model.head.attends else None
+        scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
+        with model.packed.active():
+            outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend, scan)
+            logits_BNV = model.cut.full(outputs)
+        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)  # type: ignore[list-item]
+        return logits_BNV
+
+    def _attend(self, start: int, end: int) -> Attend:
+        """Attention of the nodes from `start` to `end`; with a window, slots that nobody sees are not even read."""
+        base, window = max(self.lengths), self.model.head.config.attention_window
+        low = 0 if window is None else max(0, min(self.lengths) - window + 1) // ALIGNMENT * ALIGNMENT
+        nodes, lengths = self.nodes, [length - low for length in self.lengths]
+        ancestors_BNM = nodes.ancestors_BMM[:, start:end, :end]
+        seen = visibility(lengths, base - low, nodes.depths_BM[:, :end], ancestors_BNM, window)
+        mask = additive_mask(seen, self.model.dtype, self.model.device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.layer.write(k, v, base + start)
+            keys, values = (t[:, :, low:] for t in self.layer.write(k, v, base + start, align=True))
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
-        features = self._features(tokens, start, new)
-        with model.packed.active():
-            outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend)
-            logits_BNC = model.cut(outputs)
-        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)  # type: ignore[list-item]
-        logits_BNV = logits_BNC.new_full((*logits_BNC.shape[:2], model.vocab), float("-inf"))
-        logits_BNV[..., model.head.draft_ids] = logits_BNC
-        return logits_BNV
+        return attend
 
     def _features(self, tokens: Rows, start: int, new: int) -> Tensor:
         """The feature of each node's predecessor, [B, N, D]."""
@@ -119,8 +134,9 @@ class HeadState:
                 if at < len(self.seen[row]):
                     out[row, offset] = self.seen[row][at]
                 else:
-                    assert self.outputs_BMD is not None
-                    out[row, offset] = self.outputs_BMD[row, self.nodes.parents_BM[row, node]]
+                    parent = self.nodes.parents_BM[row, node]
+                    assert self.outputs_BMD is not None and 0 <= parent < start, "a drafted node comes after its parent"
+                    out[row, offset] = self.outputs_BMD[row, parent]
         return out
 
     @torch.inference_mode()
@@ -131,24 +147,27 @@ class HeadState:
             self.nodes.check_path(row, path)
             if path:
                 self.layer.move(row, torch.tensor(path, device=self.model.device) + base, self.lengths[row])
+                self.factors.commit(row, path)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
         self.nodes.clear()
         for row, length in enumerate(self.lengths):
-            drop = length - 1 - self.first[row]
+            drop = min(length - 1 - self.first[row], len(self.seen[row]))  # features may come after the commit
             if drop > 0:
-                self.seen[row], self.first[row] = self.seen[row][drop:], length - 1
+                self.seen[row], self.first[row] = self.seen[row][drop:], self.first[row] + drop
 
+    @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.layer.keep(rows)
         self.nodes.keep(rows)
+        self.factors.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
         self.seen = [self.seen[row] for row in rows]
         self.first = [self.first[row] for row in rows]
 
     def bytes(self) -> int:
-        """Memory of keys and values."""
-        return self.layer.bytes()
+        """Memory of keys, values and states."""
+        return self.layer.bytes() + self.factors.bytes()
 
 
 class HeadDrafter(LMDrafter):
@@ -167,6 +186,10 @@ class HeadDrafter(LMDrafter):
 
 class HeadDraftState(LMDraftState):
     """`LMDraftState` that passes features on."""
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """Commit the nodes up to the root: they read the target's features, what was drafted behind them did not."""
+        self.state.commit([growth.chain for growth in self.growths])
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> HeadState:
         state: HeadState = self.drafter.model.begin(contexts, self.room)  # type: ignore[assignment]

@@ -6,17 +6,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.drafters.base import Drafter
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
+from outrider.drafters.lm import LMDrafter
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.feature_head import FeatureHead, HeadConfig
+from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
 from outrider.train.data import fingerprint, save_atomically
+
+M = TypeVar("M", bound=nn.Module)
 
 SHIPPED = Path(__file__).parent.parent / "weights"
 
@@ -36,15 +43,24 @@ def save_head(head: FeatureHead, folder: Path, about: dict[str, Any], card: str)
         about: target, fingerprint and provenance, kept in `config.json`.
         card: the text of `README.md`.
     """
-    import torch
+    _save(head, "head", head.config.to_json(), folder, about, card)
 
+
+def save_mamba(blocks: MambaBlocks, folder: Path, about: dict[str, Any], card: str) -> None:
+    """Write a stand-alone Mamba drafter; `about` and `card` as for `save_head`."""
+    _save(blocks, "mamba", blocks.config.to_json(), folder, about, card)
+
+
+def _save(
+    module: nn.Module, kind: str, sizes: dict[str, object], folder: Path, about: dict[str, Any], card: str
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: t.detach().to(torch.bfloat16) if t.is_floating_point() else t.to(torch.int32)
-        for name, t in head.state_dict().items()
+        for name, t in module.state_dict().items()
     }
     save_atomically(tensors, folder / "model.safetensors")
-    config = {"drafter": "head", "head": head.config.to_json(), **about}
+    config = {"drafter": kind, kind: sizes, **about}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "README.md").write_text(card)
 
@@ -69,25 +85,34 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
         )
     if kind == "table":
         return TableDrafter(NgramTable(folder / "model.safetensors"))
+    borrowed = target.get_input_embeddings(), target.get_output_embeddings()
     if kind == "head":
-        return HeadDrafter(
-            HeadModel(_load_head(folder, config), target.get_input_embeddings(), target.get_output_embeddings())
-        )
+        return HeadDrafter(HeadModel(_load_module(folder, config, _new_head), *borrowed))
+    if kind == "mamba":
+        model = MambaModel(_load_module(folder, config, _new_mamba), *borrowed)
+        return LMDrafter(model, "mamba", model.vocab)
     raise ValueError(f"the drafter in {folder} is of kind {kind!r}, which this version does not know; update outrider")
 
 
-def _load_head(folder: Path, config: dict[str, Any]) -> FeatureHead:
+def _new_head(config: dict[str, Any]) -> FeatureHead:
+    return FeatureHead(HeadConfig(**{**config["head"], "taps": tuple(config["head"]["taps"])}))
+
+
+def _new_mamba(config: dict[str, Any]) -> MambaBlocks:
+    return MambaBlocks(MambaDrafterConfig(**config["mamba"]))
+
+
+def _load_module(folder: Path, config: dict[str, Any], make: Callable[[dict[str, Any]], M]) -> M:
     try:
-        sizes = {**config["head"], "taps": tuple(config["head"]["taps"])}
-        head = FeatureHead(HeadConfig(**sizes))
+        module = make(config)
         tensors = load_file(folder / "model.safetensors")
         tensors["draft_ids"] = tensors["draft_ids"].long()
-        head.load_state_dict(tensors)
+        module.load_state_dict(tensors)
     except Exception as error:
         raise ValueError(
             f"the drafter in {folder} is damaged ({str(error).splitlines()[0]}); fetch or train it again"
         ) from error
-    return head
+    return module
 
 
 def shipped(target: PreTrainedModel) -> dict[str, Path]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider import noise
@@ -164,7 +165,9 @@ class LMDraftState:
         counts = counts[: len(fed)]  # duplicate or impossible draws leave fewer nodes than the shape has room for
         vocab = min(self.drafter.vocab, sampler.vocab)
         paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in fed]
-        scores_FV = sampler.scores(paths, logits_FV[:, :vocab].to(sampler.device))
+        # processors index by the target's ids: a shorter vocabulary is filled up with impossible tokens
+        logits_FV = F.pad(logits_FV[:, :vocab].to(sampler.device), (0, sampler.vocab - vocab), value=float("-inf"))
+        scores_FV = sampler.scores(paths, logits_FV)
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FV, counts, sampler, len(paths[0]), salt, one_hot=bool(shape.budget))
         logq_FV = scores_FV.log_softmax(-1) if shape.budget else None

@@ -9,7 +9,7 @@ Packing is active only inside `Packed.active()`: a model that the caller uses on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,32 +26,46 @@ class Packed:
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
-        self.bytes = 0
-        self.layers = [m for m in model.modules() if type(m) is nn.Linear and _packable(m)]
-        if self.layers and not _works(self.layers[0]):
-            self.layers = []
-        for layer in self.layers:
-            setattr(layer, "forward", self._forward(layer, layer.forward))  # noqa: B010 - an attribute of this instance
+        self.weights: dict[nn.Linear, Tensor] = {}
+        linears = (m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear))
+        layers = [m for m in linears if _packable(m)]
+        if layers and _works(layers[0]):
+            self.weights = {layer: pack(layer.weight) for layer in layers}
+        for layer in self.weights:
+            layer.__class__ = _SwitchedLinear
+            vars(layer)["switch"] = _Switch(self)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Use the packed weights within the block."""
-        self.on = bool(self.layers)
+        self.on = bool(self.weights)
         try:
             yield
         finally:
             self.on = False
 
-    def _forward(self, layer: nn.Linear, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        weight = pack(layer.weight)
-        self.bytes += layer.weight.numel() * layer.weight.element_size()
 
-        def forward(x: Tensor) -> Tensor:
-            if not self.on or x.dtype is not torch.bfloat16 or x.numel() > MOST_ROWS * x.shape[-1]:
-                return plain(x)
-            return linear(x, weight, layer.bias)
+class _Switch:
+    """From a layer to its packing. A copy of the layer has none: its weights may change."""
 
-        return forward
+    def __init__(self, packed: Packed | None) -> None:
+        self.packed = packed
+
+    def __deepcopy__(self, memo: Any) -> _Switch:
+        return _Switch(None)
+
+    def __reduce__(self) -> Any:
+        return _Switch, (None,)
+
+
+class _SwitchedLinear(nn.Linear):
+    """A linear layer that goes through its packed weight while that is switched on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = vars(self)["switch"].packed
+        if packed is None or not packed.on or x.dtype is not torch.bfloat16 or x.numel() > MOST_ROWS * x.shape[-1]:
+            return super().forward(x)
+        return linear(x, packed.weights[self], self.bias)
 
 
 class Product:

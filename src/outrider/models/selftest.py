@@ -42,11 +42,23 @@ def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
         ValueError: when even a plain forward gives no finite logits.
     """
     stamp = sum(p._version for p in model.parameters()), model.dtype, model.device
-    known = getattr(model, "_outrider", None)
-    if known is None or known[0] != stamp:
-        known = (stamp, *_choose(model))
-        model._outrider = known  # on the model itself, so that both are freed together
-    return known[1], known[2]
+    known: _Known = vars(model).get("_outrider") or _Known(None, None)
+    if known.found is None or known.stamp != stamp:
+        known = _Known(stamp, _choose(model))
+        vars(model)["_outrider"] = known  # on the model itself, so that both are freed together
+    assert known.found is not None
+    return known.found
+
+
+@dataclass
+class _Known:
+    """What was found about a model. A copy of the model is another model, about which nothing is known."""
+
+    stamp: Any
+    found: tuple[TreeModel, SelfTest] | None
+
+    def __deepcopy__(self, memo: Any) -> _Known:
+        return _Known(None, None)
 
 
 def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:

@@ -50,9 +50,10 @@ class CachedTreeModel:
         self.device, self.dtype = model.device, model.dtype
         accepted = inspect.signature(model.forward).parameters
         base = inspect.signature(model.base_model.forward).parameters
-        if "cache" not in accepted or "cache" not in base:
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in base.values())
+        if "cache" not in accepted or not ("cache" in base or open_ended):
             raise Unsupported("its forward takes no `cache`")
-        self._takes_positions = "position_ids" in accepted, "position_ids" in base
+        self._takes_positions = "position_ids" in accepted, "position_ids" in base or "position_ids" in accepted
         self.windows = attention_windows(model)
         self.specs = self._discover_states()
         self.way = "tree mask" if not self.specs else "waves of single steps"

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 BATCH = 64
 TEMPERATURES = (0.0, 0.7)  # answers of a shard alternate between them
+MOST_IN_VAIN = 8  # batches of self-asked messages without a new one
+HELD_OUT_TASKS = ("humaneval", "gsm8k", "mtbench")
 FEWEST_TOKENS = 8  # an answer shorter than this teaches nothing
 
 
@@ -91,7 +94,9 @@ def make_data(
         raise ValueError(f"prompt source {sorted(unknown)[0]!r} is unknown; use tasks, templates and self")
     if tokens < 1 or max_new_tokens < FEWEST_TOKENS:
         raise ValueError(f"{tokens} tokens in answers of up to {max_new_tokens} are no data; ask for more")
-    settings = DataSettings(engine.name, fingerprint(engine.model), tokens, max_new_tokens, seed, tuple(sources))
+    # which prompts were given is part of what a data set is made of
+    mark = (f"prompts {zlib.crc32(chr(0).join(prompts).encode()):08x}",) if prompts else ()
+    settings = DataSettings(engine.name, fingerprint(engine.model), tokens, max_new_tokens, seed, (*sources, *mark))
     _claim(out, settings)
     shards = shard_files(out)
     done = sum(_answer_tokens(load_file(path)) for path in shards)
@@ -139,27 +144,29 @@ def _claim(out: Path, settings: DataSettings) -> None:
 def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
     """Self-asked messages, kept in the folder so that a resumed run does not ask again."""
     seen: set[str] = set()
+    in_vain = 0
     for number in itertools.count():
         path = out / f"asked-{number:05d}.json"
         if not path.exists():
             partial = path.with_suffix(".part")
             partial.write_text(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)))
             os.replace(partial, path)
-        for text in json.loads(path.read_text()):
-            if text not in seen:
-                seen.add(text)
-                yield text
+        new = [text for text in json.loads(path.read_text()) if text not in seen]
+        seen.update(new)
+        yield from new
+        in_vain = 0 if new else in_vain + 1
+        if in_vain >= MOST_IN_VAIN:
+            raise ValueError(f"{engine.name!r} asks itself nothing new any more; give files of prompts with --prompts")
 
 
 def _prompts(engine: Engine, out: Path, given: Sequence[str], settings: DataSettings) -> Iterator[str]:
     """User messages in a fixed order, none of them held out; self-asked ones have no end."""
-    fixed = list(given)
+    fixed = [text for text in given if not is_held_out(text)]
     if "tasks" in settings.sources:
         fixed += task_prompts(held_out=False)
     if "templates" in settings.sources:
         fixed += templates()
-    own = {text for text in given if is_held_out(text)} & set(task_prompts(held_out=True)) if given else set()
-    fixed = [text for text in dict.fromkeys(fixed) if text not in own]
+    fixed = list(dict.fromkeys(fixed))
     random.Random(settings.seed).shuffle(fixed)
     if "self" not in settings.sources:
         yield from fixed
@@ -243,12 +250,28 @@ def read_answers(folder: Path) -> list[Answer]:
     return answers
 
 
-def make_held_out(engine: Engine, out: Path, per_task: int = 16, max_new_tokens: int = 128) -> Path:
-    """Greedy answers to prompts that training never sees, for evaluation while training; made once per folder."""
-    path = out / "heldout-00000.safetensors"
+def make_held_out(
+    engine: Engine,
+    out: Path,
+    per_task: int = 16,
+    max_new_tokens: int = 128,
+    tasks: tuple[str, ...] = HELD_OUT_TASKS,
+) -> Path:
+    """Greedy answers to prompts that training never sees, for evaluation while training; made once per folder and tasks.
+
+    Args:
+        tasks: names of tasks, or FILE.jsonl; of each the held-out side.
+
+    Raises:
+        ValueError: when the held-out side has no prompts.
+    """
+    name = "00000" if tasks == HELD_OUT_TASKS else f"{zlib.crc32(','.join(tasks).encode()):08x}"
+    path = out / f"heldout-{name}.safetensors"
     if path.exists():
         return path
-    prompts = [text for task in ("humaneval", "gsm8k", "mtbench") for text in task_prompts(True, (task,))[:per_task]]
+    prompts = [text for task in tasks for text in task_prompts(True, (task,))[:per_task]]
+    if not prompts:
+        raise ValueError(f"no prompt of {', '.join(tasks)} falls on the held-out side; give more prompts")
     settings = DataSettings(engine.name, "", 0, max_new_tokens, 0, ())
     save_atomically(_answer(engine, prompts, 0, settings, (0.0,)), path)
     return path

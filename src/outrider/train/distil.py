@@ -115,14 +115,18 @@ class Trainer:
         evaluate: Callable[[], dict[str, float]],
         tell: Tell = lambda done, total, what: None,
         every: float = 120.0,
+        patience: int = 0,
     ) -> None:
         """Train until the budget is spent, evaluating and saving every so many seconds.
+
+        Args:
+            patience: stop after this many evaluations without a longer acceptance length; 0 never does.
 
         Raises:
             ValueError: when the loss is not finite.
         """
         budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
-        while self.seconds < budget:
+        while self.seconds < budget and not self.stalled(patience):
             for batch in batches(examples, self.settings.batch_tokens, random.Random(self.settings.seed + self.passes)):
                 start = time.perf_counter()
                 loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1
@@ -138,9 +142,16 @@ class Trainer:
                         int(budget),
                         ", ".join(f"{k} {v:.3g}" for k, v in found.items() if k != "seconds"),
                     )
+                    if self.stalled(patience):
+                        return
                 if self.seconds >= budget:
                     return
             self.passes += 1
+
+    def stalled(self, patience: int) -> bool:
+        """Whether the last `patience` evaluations brought no longer acceptance length than the best before them."""
+        lengths = [point["acceptance_length"] for point in self.curve if "acceptance_length" in point]
+        return 0 < patience < len(lengths) and max(lengths[-patience:]) <= max(lengths[:-patience])
 
     def _update(self, batch: Batch, progress: float) -> float:
         warm = min(1.0, (self.updates + 1) / 50)

@@ -23,7 +23,8 @@ def is_held_out(text: str, share: float = HELD_OUT_SHARE) -> bool:
     return int.from_bytes(digest[:8], "big") / 2**64 < share
 
 
-def _text(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
+    """The user message, or the raw text, of a benchmark prompt."""
     return prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
 
 
@@ -31,7 +32,7 @@ def task_prompts(held_out: bool, tasks: tuple[str, ...] = TASKS) -> list[str]:
     """User messages of one side of the benchmark tasks."""
     from outrider.bench.tasks import load_task
 
-    texts = [_text(prompt) for task in tasks for prompt in load_task(task)]
+    texts = [prompt_text(prompt) for task in tasks for prompt in load_task(task)]
     return [text for text in texts if is_held_out(text) == held_out]
 
 

@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.feature_head import FeatureHead, HeadConfig, unrolled_attention
+from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig
+from outrider.models.scans import UnrolledScan
 from outrider.train.batches import Batch
 from outrider.train.features import Example
 
 if TYPE_CHECKING:
     from outrider.api import Engine
+
+SSM_HEAD_SIZE = 64
 
 
 class Student(Protocol):
@@ -44,40 +48,65 @@ class Student(Protocol):
         ...
 
 
-class HeadStudent:
-    """A feature head in training, with what it borrows from the target."""
+class Borrower:
+    """What a student borrows from its target: embedding, vocabulary head, and the laws behind stored hidden states."""
 
-    def __init__(self, engine: Engine, head: FeatureHead) -> None:
-        self.module = self.head = head
-        self.draft_ids = head.draft_ids
+    def __init__(self, engine: Engine, draft_ids: Tensor) -> None:
+        self.draft_ids = draft_ids
         self.embedding = engine.model.get_input_embeddings().weight.detach()
         unembedding = engine.model.get_output_embeddings().weight.detach()
-        self.cut_CD = unembedding[head.draft_ids]
+        self.cut_CD = unembedding[draft_ids]
         base: Any = engine.model.base_model
         self.final_norm: nn.Module = base.norm
 
-    def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """Outputs [B, T, D] of every unrolled step: at step k a token lies k drafted tokens behind the target's text."""
-        embedded = F.embedding(batch.ids_BT, self.embedding).float()
-        positions = torch.arange(batch.ids_BT.shape[1])[None].expand(batch.ids_BT.shape)
-        features = delay(self.head.features(batch.hidden_BTF.float()))
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for _ in range(steps):
-            out = self.head(embedded, features, positions, unrolled_attention(keys, values))
-            yield out
-            features = delay(out)
+    def embed(self, batch: Batch) -> Tensor:
+        """The target's embeddings [B, T, D]."""
+        return F.embedding(batch.ids_BT, self.embedding).float()
 
     def target_logp(self, batch: Batch, where_BT: Tensor) -> Tensor:
         """The target's laws cut to the draft vocabulary, log probabilities [R, C]."""
-        width = self.head.config.width
-        last_RD = batch.hidden_BTF[where_BT][:, -width:]
+        last_RD = batch.hidden_BTF[where_BT][:, -self.cut_CD.shape[1] :].to(self.cut_CD.dtype)
         with torch.no_grad():
             return F.linear(self.final_norm(last_RD), self.cut_CD).float().log_softmax(-1)
 
     def logq(self, out_RD: Tensor) -> Tensor:
         """The drafter's laws, log probabilities [R, C]."""
         return F.linear(out_RD.to(self.cut_CD.dtype), self.cut_CD).float().log_softmax(-1)
+
+
+class HeadStudent(Borrower):
+    """A feature head in training."""
+
+    def __init__(self, engine: Engine, head: FeatureHead) -> None:
+        super().__init__(engine, head.draft_ids)
+        self.module: nn.Module = head
+        self.head = head
+
+    def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Outputs [B, T, D] of every unrolled step: at step k a token lies k drafted tokens behind the target's text."""
+        embedded = self.embed(batch)
+        positions = torch.arange(batch.ids_BT.shape[1])[None].expand(batch.ids_BT.shape)
+        features = delay(self.head.features(batch.hidden_BTF.float()))
+        attend, scan = unrolled_attention([], [], self.head.config.attention_window), UnrolledScan()
+        for _ in range(steps):
+            out = self.head(embedded, features, positions, attend, scan)
+            yield out
+            features = delay(out)
+
+
+class MambaStudent(Borrower):
+    """A stand-alone Mamba drafter in training. One step is enough: it reads nothing of the target's states."""
+
+    def __init__(self, engine: Engine, blocks: MambaBlocks) -> None:
+        super().__init__(engine, blocks.draft_ids)
+        self.module: nn.Module = blocks
+        self.blocks = blocks
+
+    def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """Outputs [B, T, D], the same at every step."""
+        out = self.blocks(self.embed(batch))
+        for _ in range(steps):
+            yield out
 
 
 def delay(x_BTD: Tensor) -> Tensor:
@@ -97,7 +126,13 @@ def frequent_tokens(examples: list[Example], count: int, vocab: int) -> Tensor:
 
 
 def new_head(
-    engine: Engine, examples: list[Example], taps: tuple[int, ...], draft_vocab: int, seed: int
+    engine: Engine,
+    examples: list[Example],
+    taps: tuple[int, ...],
+    draft_vocab: int,
+    seed: int,
+    core: str = "attention",
+    window: int = 128,
 ) -> FeatureHead:
     """An untrained head for a target."""
     config = engine.model.config.get_text_config()
@@ -111,11 +146,48 @@ def new_head(
             num_kv_heads=heads // 3 if heads % 3 == 0 else heads,
             ffn=config.hidden_size * 8 // 3 // 64 * 64 or 64,
             draft_vocab=min(draft_vocab, config.vocab_size),
+            core=core,
+            window=window,
+            ssm_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
+            ssm_head_size=SSM_HEAD_SIZE,
         )
     )
     head.draft_ids = frequent_tokens(examples, head.config.draft_vocab, config.vocab_size)
-    for name, parameter in head.named_parameters():
-        if parameter.ndim == 2:
-            scale = 0.5 if name.startswith(("mixed", "down")) else 1.0
-            nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+    _initialize(head)
     return head
+
+
+def new_mamba(
+    engine: Engine,
+    examples: list[Example],
+    draft_vocab: int,
+    seed: int,
+    layers: int = 3,
+    ffn: int = 0,
+    state_size: int = 32,
+) -> MambaBlocks:
+    """An untrained stand-alone Mamba drafter for a target."""
+    config = engine.model.config.get_text_config()
+    torch.manual_seed(seed)
+    blocks = MambaBlocks(
+        MambaDrafterConfig(
+            width=config.hidden_size,
+            layers=layers,
+            num_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
+            head_size=SSM_HEAD_SIZE,
+            state_size=state_size,
+            draft_vocab=min(draft_vocab, config.vocab_size),
+            ffn=ffn,
+        )
+    )
+    blocks.draft_ids = frequent_tokens(examples, blocks.config.draft_vocab, config.vocab_size)
+    _initialize(blocks)
+    return blocks
+
+
+def _initialize(module: nn.Module) -> None:
+    """Matrices that keep the size of what they read; those that add to the residual stream start at half of it."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            scale = 0.5 if name.split(".")[-2] in ("mixed", "down", "out_proj") else 1.0
+            nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)

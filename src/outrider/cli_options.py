@@ -1,0 +1,99 @@
+"""Options that several of the workshop's commands share, and how they are read."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+    from outrider.train.distil import DistilSettings
+    from outrider.train.kinds import Plan
+
+Target = Annotated[str, typer.Option(help="Whose drafter: alias (see `outrider models`), hub id, folder or GGUF file.")]
+Data = Annotated[Path, typer.Option(help="A data set that `outrider data` made.")]
+Out = Annotated[Path, typer.Option(help="Folder to write; a killed run goes on from what is there.")]
+DType = Annotated[
+    str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 where the machine is good at it.")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same run.")]
+Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states), mamba or llama (stand-alone).")]
+Core = Annotated[str, typer.Option(help="Of a head: attention, ssm or hybrid.")]
+Minutes = Annotated[float, typer.Option(help="Budget of training, in minutes of wall clock.")]
+Steps = Annotated[int, typer.Option(help="Unrolled steps of a head's training.")]
+Loss = Annotated[str, typer.Option(help="kl, reverse_kl, tv (total variation) or acceptance.")]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
+DraftVocab = Annotated[
+    str, typer.Option(help="Most frequent tokens that are drafted, such as 12k; more than there are takes all.")
+]
+BatchTokens = Annotated[int, typer.Option(help="Tokens of a training batch.")]
+Taps = Annotated[
+    str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
+]
+Layers = Annotated[int | None, typer.Option(help="Blocks of a fresh stand-alone drafter.")]
+Init = Annotated[str | None, typer.Option(help="Folder that a llama starts from, as `outrider prune` writes it.")]
+HeldOut = Annotated[
+    str, typer.Option(help="Tasks and FILE.jsonl, on whose held-out prompts acceptance is predicted, joined by commas.")
+]
+Every = Annotated[float, typer.Option(help="Seconds of training between evaluations, each with a checkpoint.")]
+Patience = Annotated[int, typer.Option(help="Stop after this many evaluations without gain; 0 never does.")]
+
+
+def parse_count(text: str, what: str) -> int:
+    """A number such as 500k or 2M.
+
+    Raises:
+        ValueError: when it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    if not match:
+        raise ValueError(f"{what} {text!r} is not a number; write for example 800, 500k or 2M")
+    return int(float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2].lower()])
+
+
+def load_target(target: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:
+    from outrider.api import load
+
+    return load(target, "off", dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
+
+
+def report(found: dict[str, Any], text: str, json: bool) -> None:
+    if json:
+        typer.echo(jsonlib.dumps(found, ensure_ascii=False, default=str))
+    else:
+        Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def settings_from(
+    kind: str, minutes: float, steps: int, loss: str, rate: float, draft_vocab: str, batch_tokens: int, seed: int
+) -> DistilSettings:
+    from outrider.train.distil import DistilSettings
+
+    count = parse_count(draft_vocab, "--draft-vocab")
+    steps = steps if kind == "head" else 1  # others read nothing of the target that could be unrolled
+    return DistilSettings(minutes, steps, loss, rate, batch_tokens, count, seed)
+
+
+def plan_from(kind: str, core: str, taps: str, layers: int | None, init: str | None, held_out: str) -> Plan:
+    from outrider.train.kinds import CORES, KINDS, Plan
+
+    for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
+    if init and kind != "llama":
+        raise ValueError(f"--init is for drafters of kind llama, not {kind}; leave it out")
+    if layers is not None and (kind == "head" or init or layers < 1):
+        raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
+    if taps and not re.fullmatch(r"\d+(,\d+)*", taps):
+        raise ValueError(f"--taps {taps!r} is not a list of layers; write for example 7,17,29")
+    chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()
+    return Plan(kind, core, chosen, layers, init, tuple(name.strip() for name in held_out.split(",") if name.strip()))

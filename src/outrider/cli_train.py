@@ -1,0 +1,300 @@
+"""The workshop's commands: data, table, distil, prune, boost, evaluate. They read options, call `train`, and print."""
+
+from __future__ import annotations
+
+import functools
+import json as jsonlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli_options import (
+    BatchTokens,
+    Core,
+    Data,
+    Device,
+    DraftVocab,
+    DType,
+    Every,
+    HeldOut,
+    Init,
+    Json,
+    Kind,
+    Layers,
+    Loss,
+    Minutes,
+    Out,
+    Patience,
+    Rate,
+    Seed,
+    Steps,
+    Taps,
+    Target,
+    Threads,
+    Trust,
+    load_target,
+    parse_count,
+    plan_from,
+    report,
+    settings_from,
+)
+from outrider.progress import progress
+
+EVALUATION_TASKS = "humaneval,gsm8k,mtbench"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (data, table, distil, prune, boost, evaluate):
+        app.command()(_writing(command))
+
+
+def _writing(command: Callable[..., None]) -> Callable[..., None]:
+    """A disk that is full or not ours is the user's to mend, and told in one sentence."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except OSError as error:
+            where = error.filename or kwargs.get("out") or "the output folder"
+            raise ValueError(
+                f"{where} cannot be read or written ({error.strerror or error}); free some space or give another folder"
+            ) from error
+
+    return run
+
+
+def data(
+    target: Target,
+    out: Out,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.jsonl, or a task whose training side is asked (gsm8k ...); repeatable."),
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Answer tokens to make, such as 500k or 2M.")] = "1M",
+    sources: Annotated[
+        str, typer.Option(help="Further prompts: tasks, templates, self (asked by the target itself), or none.")
+    ] = "tasks,templates,self",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    taps: Annotated[str, typer.Option(help="Also keep the hidden states of these layers, such as 7,17,29.")] = "",
+    seed: Seed = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Let the target answer prompts: what drafters learn from. Prompts of the held-out side are never asked."""
+    from outrider.bench.tasks import load_task
+    from outrider.train.data import make_data, read_answers
+    from outrider.train.features import compute_features
+    from outrider.train.prompts import prompt_text
+
+    wanted = parse_count(tokens, "--tokens")
+    chosen = [name.strip() for name in sources.split(",") if name.strip() not in ("", "none")]
+    layers = plan_from("head", "attention", taps, None, None, "").taps
+    given = [prompt_text(prompt) for name in prompts or [] for prompt in load_task(name)]
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("data", quiet=json) as tell:
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "tell": tell}
+        made = make_data(engine, out, tokens=wanted, prompts=given, sources=chosen, **options)
+        if layers:
+            compute_features(engine, out, layers, tell)
+    answers = len(read_answers(out))
+    note = "" if made >= wanted else f"; the prompts ran out before {wanted}, give more to go on"
+    found = {"out": str(out), "answer_tokens": made, "answers": answers, "complete": made >= wanted}
+    report(found, f"{out} holds {made} answer tokens in {answers} answers{note}", json)
+
+
+def table(
+    target: Target,
+    data: Data,
+    out: Out,
+    fewest: Annotated[int, typer.Option(help="Leave out contexts that were seen less often.")] = 2,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Count the target's answers into an n-gram table: a drafter that costs nothing and needs no training."""
+    from outrider.train.workshop import make_table_folder
+
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    known = make_table_folder(engine, data, out, fewest)
+    report({"out": str(out), **known}, f"{out} is a table of {known['contexts']} contexts", json)
+
+
+def distil(
+    target: Target,
+    data: Data,
+    out: Out,
+    kind: Kind = "head",
+    core: Core = "attention",
+    minutes: Minutes = 60.0,
+    steps: Steps = 4,
+    loss: Loss = "kl",
+    rate: Rate = 2e-3,
+    draft_vocab: DraftVocab = "12k",
+    taps: Taps = "",
+    layers: Layers = None,
+    init: Init = None,
+    held_out: HeldOut = EVALUATION_TASKS,
+    batch_tokens: BatchTokens = 2048,
+    every: Every = 120.0,
+    patience: Patience = 0,
+    seed: Seed = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Train a drafter on the target's answers and laws; tells the acceptance length that it predicts as it goes."""
+    plan = plan_from(kind, core, taps, layers, init, held_out)
+    settings = settings_from(kind, minutes, steps, loss, rate, draft_vocab, batch_tokens, seed)
+    from outrider.train.workshop import distil as run
+
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("distil", quiet=json) as tell:
+        _, known = run(engine, data, out, plan, settings, every=every, patience=patience, tell=tell)
+    report({"out": str(out), **known}, f"{out} is a drafter with {_lengths(known)}", json)
+
+
+def _lengths(known: dict[str, Any]) -> str:
+    predicted, measured = known["predicted_acceptance_length"], known["measured_acceptance_length"]
+    return f"acceptance length {measured:.2f} on held-out prompts (predicted {predicted:.2f})"
+
+
+def prune(
+    target: Target,
+    out: Out,
+    layers: Annotated[int, typer.Option(help="Layers to keep.")] = 6,
+    width: Annotated[float, typer.Option(help="Share of heads and feed-forward neurons to keep; 1 is wide.")] = 1.0,
+    data: Annotated[Path | None, typer.Option(help="A data set to measure on, and to fine-tune with.")] = None,
+    finetune: Annotated[
+        bool, typer.Option("--finetune/--no-finetune", help="Distil the pruned model for --minutes afterwards.")
+    ] = True,
+    minutes: Minutes = 10.0,
+    loss: Loss = "kl",
+    rate: Rate = 5e-4,
+    draft_vocab: DraftVocab = "12k",
+    held_out: HeldOut = EVALUATION_TASKS,
+    batch_tokens: BatchTokens = 2048,
+    every: Every = 120.0,
+    patience: Patience = 0,
+    seed: Seed = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Cut the target down to a wide and shallow drafter, and distil what is left."""
+    from outrider.train.workshop import prune_folder
+
+    if finetune and data is None:
+        raise ValueError("fine-tuning needs --data; give a data set, or --no-finetune")
+    settings = settings_from("llama", minutes, 1, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
+    plan = plan_from("llama", "attention", "", None, None, held_out)
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("prune", quiet=json) as tell:
+        known = prune_folder(
+            engine, data, out, plan, layers, width, settings, every=every, patience=patience, tell=tell
+        )
+    lengths = f", {_lengths(known)}" if finetune else ""
+    report({"out": str(out), **known}, f"{out} is a model of layers {known['layers_kept']}{lengths}", json)
+
+
+def boost(
+    target: Target,
+    data: Data,
+    out: Out,
+    drafters: Annotated[
+        int, typer.Option(help="How many; each learns from what those before it do not reproduce.")
+    ] = 2,
+    kind: Kind = "head",
+    core: Core = "attention",
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Acceptance length from which on an answer counts as reproduced. Default: the drafter's mean."
+        ),
+    ] = None,
+    minutes: Minutes = 60.0,
+    steps: Steps = 4,
+    loss: Loss = "kl",
+    rate: Rate = 2e-3,
+    draft_vocab: DraftVocab = "12k",
+    taps: Taps = "",
+    layers: Layers = None,
+    init: Init = None,
+    held_out: HeldOut = EVALUATION_TASKS,
+    batch_tokens: BatchTokens = 2048,
+    every: Every = 120.0,
+    patience: Patience = 0,
+    seed: Seed = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Boost-tune several drafters; use them together as --drafter OUT/1+OUT/2. --minutes are for each."""
+    plan = plan_from(kind, core, taps, layers, init, held_out)
+    settings = settings_from(kind, minutes, steps, loss, rate, draft_vocab, batch_tokens, seed)
+    from outrider.train.boost import boost as run
+
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("boost", quiet=json) as tell:
+        options: dict[str, Any] = {"every": every, "patience": patience, "tell": tell}
+        known = run(engine, data, out, plan, settings, drafters=drafters, threshold=threshold, **options)
+    names = "+".join(str(out / str(number + 1)) for number in range(len(known)))
+    text = "\n".join(f"{out / str(number)}: {_lengths(one)}" for number, one in enumerate(known, 1))
+    report({"drafter": names, "drafters": known}, f"{text}\nuse them with --drafter {names}", json)
+
+
+def evaluate(
+    target: Target,
+    drafter: Annotated[list[str], typer.Option(help="What to measure; give it twice for two side by side.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
+    ] = EVALUATION_TASKS,
+    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
+    shape: Annotated[str, typer.Option(help="A chain such as chain5, or a tree such as 3x2x1x1.")] = "chain5",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Measure drafters on held-out prompts: acceptance, calibration, latency, memory, predicted and measured speed-up."""
+    from outrider.drafters.catalog import make_drafter
+    from outrider.train.evaluate import evaluate as measure
+    from outrider.train.evaluate import held_out_prompts
+    from outrider.train.evaluation_report import pictures, render, to_json
+
+    prompts = held_out_prompts(tasks, limit)
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    loading = {"dtype": engine.dtype, "device": engine.model.device, "trust_remote_code": trust_remote_code}
+    made = {name: make_drafter(name, engine.target, engine.tokenizer, **loading) for name in drafter}
+    drafters = {name: one for name, one in made.items() if one is not None}
+    with progress("evaluate", quiet=json) as tell:
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        found = measure(engine, drafters, prompts, shape=shape, tell=tell, **options)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "evaluation.json").write_text(jsonlib.dumps(to_json(found), indent=1) + "\n")
+        pictures(found, out)
+    if json:
+        typer.echo(jsonlib.dumps(to_json(found), ensure_ascii=False))
+    else:
+        render(found, Console())

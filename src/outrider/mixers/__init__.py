@@ -1,0 +1,1 @@
+"""Recurrences, maths only: no model, no cache."""

@@ -1,0 +1,110 @@
+"""The kinds of drafters that can be trained: how each begins and how each is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from outrider.train.data import save_atomically
+from outrider.train.distil import DistilSettings
+from outrider.train.features import Example
+from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
+from outrider.train.students import HeadStudent, MambaStudent, Student, frequent_tokens, new_head, new_mamba
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+
+KINDS = ("head", "mamba", "llama")
+CORES = ("attention", "ssm", "hybrid")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train.
+
+    Args:
+        kind: "head" (reads the target's hidden states), "mamba" or "llama" (stand-alone models).
+        core: of a head: "attention", "ssm" or "hybrid".
+        taps: layers of the target that a head reads, the last layer last; by default about 1/4, 3/5 and the last.
+        layers: blocks of a fresh stand-alone model; by default 3 of Mamba, 2 of a transformer.
+        init: a folder to start a llama from, as `prune` writes it.
+        held_out: tasks, and FILE.jsonl, on whose held-out prompts acceptance is predicted.
+    """
+
+    kind: str = "head"
+    core: str = "attention"
+    taps: tuple[int, ...] = ()
+    layers: int | None = None
+    init: str | None = None
+    held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+
+
+def default_taps(engine: Engine) -> tuple[int, ...]:
+    """About a quarter and three fifths up the stack, and the last layer."""
+    last = engine.model.config.get_text_config().num_hidden_layers - 1
+    return tuple(sorted({last // 4, last * 3 // 5, last}))
+
+
+def make_student(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, run: Path) -> Student:
+    """An untrained student.
+
+    Args:
+        run: folder that remembers the draft vocabulary, which must not change when a run goes on with more data.
+
+    Raises:
+        ValueError: for an unknown kind, or a target that it cannot learn from.
+    """
+    if not hasattr(engine.model.base_model, "norm"):
+        raise ValueError(
+            f"{engine.name} is of type {engine.model.config.model_type}, from which drafters cannot be distilled yet; use a "
+            "llama-like target, or `outrider table`"
+        )
+    vocab = engine.model.config.get_text_config().vocab_size
+    path = run / "draft_ids.safetensors"
+    if not path.exists():
+        ids = frequent_tokens(found, min(settings.draft_vocab, vocab), vocab)
+        save_atomically({"draft_ids": ids}, path)
+    ids = load_file(path)["draft_ids"]
+    if plan.kind == "head":
+        return _head(engine, plan, found, settings, ids)
+    if plan.kind == "mamba":
+        blocks = new_mamba(engine, found, len(ids), settings.seed, plan.layers or 3)
+        blocks.draft_ids = ids
+        return MambaStudent(engine, blocks)
+    if plan.kind == "llama":
+        return LlamaStudent(engine, _llama(engine, plan, settings.seed), ids)
+    raise ValueError(f"drafters of kind {plan.kind!r} cannot be trained; use {', '.join(KINDS)}")
+
+
+def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, ids: torch.Tensor) -> Student:
+    head = new_head(engine, found, plan.taps or default_taps(engine), len(ids), settings.seed, plan.core)
+    head.draft_ids = ids
+    return HeadStudent(engine, head)
+
+
+def _llama(engine: Engine, plan: Plan, seed: int) -> Any:
+    from outrider.models.loading import load_model
+
+    if plan.init is None:
+        return new_llama(engine, plan.layers or 2, seed)
+    model = load_model(plan.init, dtype=torch.float32).model
+    theirs, ours = model.config.vocab_size, engine.model.config.get_text_config().vocab_size
+    if theirs != ours:
+        raise ValueError(f"{plan.init} has {theirs} tokens and {engine.name} {ours}; start from a model pruned from it")
+    return model
+
+
+def save_student(engine: Engine, plan: Plan, student: Student, out: Path, about: dict[str, Any], card: str) -> None:
+    """Write the drafter folder."""
+    from outrider.drafters.folder import save_head, save_mamba
+
+    if isinstance(student, HeadStudent):
+        save_head(student.head, out, about, card)
+    elif isinstance(student, MambaStudent):
+        save_mamba(student.blocks, out, about, card)
+    elif isinstance(student, LlamaStudent):
+        save_llama(student, out, engine, about, card)

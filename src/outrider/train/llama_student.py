@@ -1,0 +1,140 @@
+"""A stand-alone transformer in training: wide and shallow, with the target's width, embedding and vocabulary.
+
+It starts from a pruned target (`train/prune.py`) or fresh, and ends as an ordinary transformers folder beside which
+`drafter.json` names the target and, where its vocabulary was cut, `draft_ids.safetensors` the tokens that it learnt.
+
+Shapes: B rows, T tokens, D width, C draft vocabulary, R written positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.models.convert import quiet_transformers
+from outrider.train.batches import Batch
+from outrider.train.data import save_atomically
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+
+ABOUT = "drafter.json"
+DRAFT_IDS = "draft_ids.safetensors"
+
+
+class Trunk(nn.Module):
+    """What is trained of a transformer: its layers and final norm, not the embedding and the vocabulary head."""
+
+    draft_ids: Tensor
+
+    def __init__(self, model: PreTrainedModel, draft_ids: Tensor) -> None:
+        super().__init__()
+        base: Any = model.base_model
+        self.layers, self.norm = base.layers, base.norm
+        self.register_buffer("draft_ids", draft_ids)
+
+
+class LlamaStudent:
+    """A llama-like model in training, float32.
+
+    Args:
+        model: reads token ids only; its embedding and vocabulary head stay as they are.
+    """
+
+    def __init__(self, engine: Engine, model: PreTrainedModel, draft_ids: Tensor) -> None:
+        self.model = model.float().train()
+        self.module: nn.Module = Trunk(self.model, draft_ids)
+        self.draft_ids = draft_ids
+        self.model.requires_grad_(False)
+        self.module.requires_grad_(True)
+        # the drafter's own vocabulary head, which stays as it is, and the target's
+        self.cut_CD = self.model.get_output_embeddings().weight.detach()[draft_ids].to(engine.dtype)
+        self.target_CD = engine.model.get_output_embeddings().weight.detach()[draft_ids]
+        base: Any = engine.model.base_model
+        self.final_norm: nn.Module = base.norm
+
+    def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """The final hidden states [B, T, D], the same at every step: nothing is read of the target."""
+        base: Any = self.model.base_model
+        out = base(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
+        for _ in range(steps):
+            yield out
+
+    def target_logp(self, batch: Batch, where_BT: Tensor) -> Tensor:
+        """The target's laws cut to the draft vocabulary, log probabilities [R, C]."""
+        last_RD = batch.hidden_BTF[where_BT][:, -self.target_CD.shape[1] :].to(self.target_CD.dtype)
+        with torch.no_grad():
+            return F.linear(self.final_norm(last_RD), self.target_CD).float().log_softmax(-1)
+
+    def logq(self, out_RD: Tensor) -> Tensor:
+        """The drafter's laws, log probabilities [R, C]."""
+        return F.linear(out_RD.to(self.cut_CD.dtype), self.cut_CD).float().log_softmax(-1)
+
+
+def new_llama(engine: Engine, layers: int, seed: int) -> PreTrainedModel:
+    """An untrained transformer of the target's width with the target's embedding and vocabulary head."""
+    config = engine.model.config.get_text_config()
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or max(1, width // 64)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=width,
+            intermediate_size=getattr(config, "intermediate_size", None) or width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            max_position_embeddings=getattr(config, "max_position_embeddings", None) or 8192,
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=getattr(config, "pad_token_id", None),
+        )
+    )
+    for name, parameter in model.base_model.layers.named_parameters():
+        if parameter.ndim == 2:
+            scale = 0.5 if "o_proj" in name or "down_proj" in name else 1.0
+            nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(engine.model.get_input_embeddings().weight)
+        model.get_output_embeddings().weight.copy_(engine.model.get_output_embeddings().weight)
+    return model
+
+
+def save_transformer(model: PreTrainedModel, folder: Path, engine: Engine, about: dict[str, Any], card: str) -> None:
+    """Write a transformers folder with the target's tokenizer, `drafter.json` and a card; `config.json` comes last, so that a
+    folder with one is whole."""
+    partial = folder / "part"
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        with quiet_transformers():
+            copy.deepcopy(model).to(engine.dtype).save_pretrained(partial)
+        if engine.tokenizer is not None:
+            engine.tokenizer.save_pretrained(partial)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(f"{folder} cannot be written ({error}); free some space or give another folder") from error
+    (partial / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    (partial / "README.md").write_text(card)
+    for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+        os.replace(path, folder / path.name)
+    partial.rmdir()
+
+
+def save_llama(student: LlamaStudent, folder: Path, engine: Engine, about: dict[str, Any], card: str) -> None:
+    """Write a trained transformer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(student.draft_ids) < student.model.get_input_embeddings().weight.shape[0]:
+        save_atomically({"draft_ids": student.draft_ids.to(torch.int32)}, folder / DRAFT_IDS)
+    save_transformer(student.model, folder, engine, about, card)

@@ -15,8 +15,8 @@ from outrider.api import Engine
 from outrider.drafters.feature_head import HeadDrafter, HeadModel, HeadState
 from outrider.drafters.folder import load_drafter, save_head
 from outrider.models.feature_head import CORES, FeatureHead, HeadConfig
+from outrider.models.fingerprint import fingerprint
 from outrider.train.batches import Batch, make_batch
-from outrider.train.data import fingerprint
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.students import HeadStudent, new_head

@@ -15,10 +15,10 @@ from helpers import PROMPT, PROMPTS, expected, run
 from outrider.api import Engine
 from outrider.drafters.folder import load_drafter, save_mamba
 from outrider.drafters.lm import LMDrafter
+from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
 from outrider.models.selftest import tree_model
 from outrider.train.batches import make_batch
-from outrider.train.data import fingerprint
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.students import MambaStudent, new_mamba

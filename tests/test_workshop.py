@@ -23,13 +23,14 @@ from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import make_drafter
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.table import NgramTable, TableDrafter
+from outrider.models.fingerprint import fingerprint
 from outrider.train import boost as boost_module
 from outrider.train import data as data_module
 from outrider.train import distil as distil_module
 from outrider.train import prompts as prompts_module
 from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
-from outrider.train.data import Answer, fingerprint, make_data, make_held_out, read_answers, shard_files
+from outrider.train.data import Answer, make_data, make_held_out, read_answers, shard_files
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan

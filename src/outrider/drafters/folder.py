@@ -20,8 +20,9 @@ from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.feature_head import FeatureHead, HeadConfig
+from outrider.models.files import save_atomically
+from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
-from outrider.train.data import fingerprint, save_atomically
 
 M = TypeVar("M", bound=nn.Module)
 

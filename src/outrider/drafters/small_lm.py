@@ -19,11 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.draft_vocab import CutHead
+from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.packed import Packed
 from outrider.models.selftest import tree_model
-from outrider.train.data import fingerprint
-from outrider.train.llama_student import ABOUT, DRAFT_IDS
+
+ABOUT = "drafter.json"
+DRAFT_IDS = "draft_ids.safetensors"
 
 
 class PackedCutHead(CutHead):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.train.data import fingerprint
+from outrider.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from outrider.api import Engine

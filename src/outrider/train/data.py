@@ -14,11 +14,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from outrider.models.files import save_atomically
+from outrider.models.fingerprint import fingerprint
 from outrider.train.prompts import is_held_out, self_asked, task_prompts, templates
 
 if TYPE_CHECKING:
@@ -50,19 +52,6 @@ class Answer:
     ids: torch.Tensor
     prompt_length: int
     temperature: float
-
-
-def fingerprint(model: Any) -> str:
-    """A short hash of a model's configuration and a few of its weights: which target data and drafters belong to."""
-    import hashlib
-
-    config = model.config.get_text_config()
-    digest = hashlib.sha256(f"{config.model_type} {config.vocab_size} {config.hidden_size}".encode())
-    embedding = model.get_input_embeddings().weight
-    rows = embedding[:: max(1, len(embedding) // 64), :16].detach().to("cpu", torch.float32)
-    # rounded, so that a bf16 and an fp32 copy of the same weights are the same target
-    digest.update(rows.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def make_data(
@@ -211,21 +200,6 @@ def _answer(
 
 def _answer_tokens(shard: dict[str, torch.Tensor]) -> int:
     return int(shard["row_lengths"].sum() - shard["prompt_lengths"].sum())
-
-
-def save_atomically(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """A safetensors file that is there whole or not at all.
-
-    Raises:
-        ValueError: when it cannot be written.
-    """
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        os.replace(partial, path)
-    except Exception as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written ({error}); free some space or give another folder") from error
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from outrider.models.files import save_atomically
 from outrider.train.batches import Batch, batches, make_batch
-from outrider.train.data import save_atomically
 from outrider.train.features import Example
 from outrider.train.losses import LOSSES, head_loss, law_loss
 from outrider.train.students import Student

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outrider.train.data import save_atomically
+from outrider.models.files import save_atomically
 
 if TYPE_CHECKING:
     from outrider.api import Engine

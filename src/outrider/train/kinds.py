@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from outrider.train.data import save_atomically
+from outrider.models.files import save_atomically
 from outrider.train.distil import DistilSettings
 from outrider.train.features import Example
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama

@@ -21,15 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.drafters.small_lm import ABOUT, DRAFT_IDS
 from outrider.models.convert import quiet_transformers
+from outrider.models.files import save_atomically
 from outrider.train.batches import Batch
-from outrider.train.data import save_atomically
 
 if TYPE_CHECKING:
     from outrider.api import Engine
-
-ABOUT = "drafter.json"
-DRAFT_IDS = "draft_ids.safetensors"
 
 
 class Trunk(nn.Module):

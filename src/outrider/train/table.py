@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from outrider.drafters.table import LONGEST, hash_contexts
-from outrider.train.data import Answer, save_atomically
+from outrider.models.files import save_atomically
+from outrider.train.data import Answer
 
 KEPT = 3  # continuations per context
 

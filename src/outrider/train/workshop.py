@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from outrider.models.files import save_atomically
+from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
-from outrider.train.data import fingerprint, make_held_out, read_answers, save_atomically
+from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example, compute_features, examples
 from outrider.train.kinds import Plan, default_taps, make_student, save_student

@@ -145,19 +145,18 @@ def test_a_best_first_tree_of_the_same_model_holds_the_greedy_path(family: str) 
         assert _all_accepted(watch), shape
 
 
-@pytest.mark.parametrize("shape", ["chain", "3x2x2", "bulge", "ragged"])
+@pytest.mark.parametrize(("shape", "key"), [("chain", "sampled"), ("3x2x2", "greedy"), ("ragged", "sampled")])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_model_is_accepted_again_after_every_rejection(family: str, shape: str) -> None:
+def test_the_same_model_is_accepted_again_after_every_rejection(family: str, shape: str, key: str) -> None:
     """Wrong tokens are forced into every other round, at every depth: what the drafter then keeps of its state must be
     exactly the accepted part."""
-    for key in ("greedy", "sampled"):
-        spoiled = Spoiled(lm(family))
-        drafting = Engine(tiny(family), None, family, spoiled)
-        result = drafting.generate(list(PROMPT), shape=SHAPES[shape], max_new_tokens=40, **OPTIONS[key])
-        assert result.token_ids == expected(family, max_new_tokens=40, **OPTIONS[key])
-        assert spoiled.spoiled >= 3
-        assert spoiled.accepted >= 3
-        assert spoiled.misses == 0, key
+    spoiled = Spoiled(lm(family))
+    drafting = Engine(tiny(family), None, family, spoiled)
+    result = drafting.generate(list(PROMPT), shape=SHAPES[shape], max_new_tokens=32, **OPTIONS[key])
+    assert result.token_ids == expected(family, max_new_tokens=32, **OPTIONS[key])
+    assert spoiled.spoiled >= 3
+    assert spoiled.accepted >= 3
+    assert spoiled.misses == 0
 
 
 @pytest.mark.parametrize("pattern", [(True, False), (False, False, True), (False,) * 70 + (True,) * 8])

@@ -352,7 +352,9 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", BAD, ids=[f"{k}={v!r}"[:60] for g in BAD for k, v in g.items()])
+@pytest.mark.parametrize(
+    "given", BAD, ids=[f"{k}={getattr(v, '__name__', v)!r}"[:60] for g in BAD for k, v in g.items()]
+)
 def test_a_bad_value_is_refused_in_one_sentence_that_names_it(given: dict[str, Any]) -> None:
     """Nothing is refused silently and nothing is ignored silently."""
     with pytest.raises(ValueError) as refusal:

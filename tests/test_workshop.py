@@ -23,6 +23,7 @@ from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import make_drafter
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.table import NgramTable, TableDrafter
+from outrider.models import files
 from outrider.models.fingerprint import fingerprint
 from outrider.train import boost as boost_module
 from outrider.train import data as data_module
@@ -358,7 +359,7 @@ def test_distil_mistakes_are_one_line(
         def full(*arguments: object, **more: object) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(data_module, "save_file", full)
+        patch.setattr(files, "save_file", full)
         assert "No space left" in fail(
             "distil", "--target", target, "--data", data, "--out", tmp_path / "full", *TRAINING
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result, load
-    from outrider.custom_generate import custom_generate
+    from outrider.hf_generate import custom_generate
     from outrider.options import Options
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ _HOMES = {
     "Engine": "outrider.api",
     "Result": "outrider.api",
     "load": "outrider.api",
-    "custom_generate": "outrider.custom_generate",
+    "custom_generate": "outrider.hf_generate",
     "Options": "outrider.options",
 }
 

@@ -79,12 +79,22 @@ class Options:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use {' or '.join(map(repr, allowed))}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ValueError(f"seed {self.seed!r} is not a whole number; give an int or None")
-        if any(not isinstance(text, str) or not text for text in self.stop_strings):
-            raise ValueError(
-                "stop holds something that is not a non-empty string; give one string or a list of strings"
-            )
-        if any(not words for words in self.bad_words_ids):
-            raise ValueError("bad_words_ids holds an empty list; each entry must name at least one token id")
+        self._check_collections()
+
+    def _check_collections(self) -> None:
+        if not isinstance(self.stop, (str, list, tuple)) or any(
+            not isinstance(t, str) or not t for t in self.stop_strings
+        ):
+            raise ValueError(f"stop is {self.stop!r}; give one non-empty string or a list of such strings")
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(_is_id(k) and _is_finite(v) for k, v in bias.items()):
+            raise ValueError(f"logit_bias is {bias!r}; give a dict of token ids and finite numbers")
+        words = self.bad_words_ids
+        if not _is_list(words) or not all(_is_list(word) and word and all(map(_is_id, word)) for word in words):
+            raise ValueError(f"bad_words_ids is {words!r}; give a list of non-empty lists of token ids")
+        chain = self.logits_processor
+        if not _is_list(chain) or not all(map(callable, chain)):
+            raise ValueError(f"logits_processor is {chain!r}; give a list of functions of (input_ids, scores)")
 
     def _check_ranges(self) -> None:
         whole = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size")
@@ -102,13 +112,11 @@ class Options:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must lie between {low:g} and {high:g}")
-            if math.isinf(value):
-                raise ValueError(f"{name} is {value!r}; it must be finite")
+            if not _is_finite(value) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number between {low:g} and {high:g}")
         if self.top_p == 0 or self.typical_p == 0:
             raise ValueError("top_p and typical_p must be above 0; for greedy decoding use temperature 0")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not _is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0 (1 is none)"
             )
@@ -126,12 +134,24 @@ class Options:
             return frozenset(model_eos)
         if self.eos_token_id is None:
             return frozenset()
-        ids = [self.eos_token_id] if isinstance(self.eos_token_id, int) else list(self.eos_token_id)
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        ids = list(self.eos_token_id) if _is_list(self.eos_token_id) else [self.eos_token_id]  # type: ignore[arg-type]
+        if not all(map(_is_id, ids)):
             raise ValueError(
                 f"eos_token_id {self.eos_token_id!r} is not a token id; give an id, a list of ids, or None"
             )
-        return frozenset(ids)
+        return frozenset(ids)  # type: ignore[arg-type]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def options_from(given: Mapping[str, object]) -> Options:

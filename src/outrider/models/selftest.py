@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
-from outrider.models.tree_model import CachedTreeModel, Unsupported
+from outrider.models.tree_model import CachedTreeModel, Unsupported, context_length
 
 PREFIX = 5
 PARENTS = (-1, 0, 0, 1, 2, 3)
 PATH = (0, 2, 4)
+LONGEST = PREFIX + len(PATH) + 2  # positions that the test reaches
 # largest allowed difference, relative to the largest logit; rounding stays far below, a leaking sibling far above
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
@@ -67,6 +68,9 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     Raises:
         ValueError: when even a plain forward gives no finite logits.
     """
+    room = context_length(model)
+    if room is not None and room < LONGEST:
+        raise ValueError(f"the model's context of {room} tokens is too short to test; it must hold at least {LONGEST}")
     notes: list[str] = []
     ways: tuple[Callable[[PreTrainedModel], Any], ...] = (LeanTreeModel, CachedTreeModel, StepwiseTreeModel)
     limit = TOLERANCE.get(model.dtype, 1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 import time
+import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ class _Group(TyperGroup):
     """Errors that users can mend are one line and exit 2; `--debug` shows where they come from."""
 
     def invoke(self, ctx: Any) -> Any:
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"outrider: {message}", err=True)
         try:
             return super().invoke(ctx)
         except ValueError as error:

@@ -7,6 +7,7 @@ nothing drafted.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -22,6 +23,7 @@ from outrider.stats import Clock
 from outrider.tree import OFF, Shape, TokenTree
 from outrider.verify import Draft
 
+FAIR_TRIAL, CHANCE = 40, 0.02  # tries after which a share of acceptance below this is worth a warning
 SPARE_NODES = 64  # room for a tree behind the longest text
 
 
@@ -38,6 +40,7 @@ class Run:
         self.clock, self.start = Clock(), time.perf_counter()
         self.rows = [self.sequences[i] for i in alive(self.sequences)]
         self.drafting: DraftState | None = None
+        self.warned = False
 
     def pieces(self) -> Iterator[Piece]:
         """Run to the end, handing out tokens as they are committed."""
@@ -45,6 +48,7 @@ class Run:
             self._begin()
         while self.rows:
             yield from self._round()
+        self._warn_if_useless()
         total = time.perf_counter() - self.start
         for sequence in self.sequences:
             sequence.stats.seconds = {**self.clock.seconds, "total": total}
@@ -86,6 +90,18 @@ class Run:
         self.controller.reward(shape, sum(t.drafted for t in trees), len(pieces), self.clock.spent() - before)
         self._drop_finished()
         return pieces
+
+    def _warn_if_useless(self) -> None:
+        """A drafter whose tokens are next to never accepted is broken or does not belong to this target: say so."""
+        tried, accepted = (sum(getattr(s.stats, name) for s in self.sequences) for name in ("tried", "accepted"))
+        if self.drafter is not None and not self.warned and tried >= FAIR_TRIAL and accepted < CHANCE * tried:
+            self.warned = True
+            warnings.warn(
+                f"drafter {self.drafter.name!r} was right {accepted} times in {tried}: the text is right, but nothing is gained; "
+                "check that it was made for this target (weights, vocabulary, chat template), or use drafter='off'",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _see(self, hidden: list[Tensor] | None) -> None:
         """Hand the target's hidden states of newly committed tokens to the drafter that asked for them."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections import abc
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.controller import Controller
+from outrider.controller import Controller, Fixed
 from outrider.drafters.base import Drafter
-from outrider.drafters.catalog import make_controller, make_drafter
+from outrider.drafters.catalog import default_arms, make_controller, make_drafter, refresh
 from outrider.engine import Run
 from outrider.models.catalog import DEFAULT
 from outrider.models.loading import load_model
@@ -20,6 +23,8 @@ from outrider.options import Options, fresh_seed, options_from
 from outrider.sampling import Sampler
 from outrider.sequence import Piece, Sequence, TokenLogprob
 from outrider.stats import Stats
+
+MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Result:
         token_ids: the new tokens, EOS included.
         finish_reason: "stop" (EOS or a stop string) or "length" (budget or context).
         prompt_tokens: length of the prompt.
-        seed: the seed in force; the same seed gives the same result.
+        seed: the seed in force; the same seed gives the same result (under "mss": with the same drafter and shape).
         stats: counts and clocks.
         logprobs: per new token, when asked for.
     """
@@ -87,9 +92,12 @@ class Engine:
         """
         if isinstance(prompt, torch.Tensor):
             prompt = prompt.flatten().tolist()
+        if not isinstance(prompt, (str, abc.Sequence)) or isinstance(prompt, (bytes, bytearray)):
+            raise ValueError(f"the prompt is a {type(prompt).__name__}; give text, token ids or chat messages")
         if len(prompt) == 0:
             raise ValueError("the prompt is empty; give at least one token or character to continue")
-        if not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
+        if not isinstance(prompt, str) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt):
+            prompt = [int(i) for i in prompt]
             bad = [i for i in prompt if not 0 <= i < self.target.vocab]
             if bad:
                 raise ValueError(
@@ -98,6 +106,8 @@ class Engine:
             return list(prompt)
         if self.tokenizer is None:
             raise ValueError(f"model {self.name!r} has no tokenizer; pass token ids instead of text")
+        if isinstance(prompt, str) and any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise ValueError("the prompt holds half a character (a lone surrogate); give valid text")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if isinstance(prompt, str) and not (chat and self.tokenizer.chat_template):
             ids = self.tokenizer(prompt)["input_ids"]
@@ -170,9 +180,17 @@ class Engine:
 
         return pieces()
 
+    def _refresh(self) -> None:
+        """Follow changes of the models' weights, hooks or dtype since the last call."""
+        target, self.selftest = tree_model(self.model)
+        if target is not self.target:
+            self.target = target
+        refresh(self.drafter, target)
+
     def _run(
         self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
     ) -> tuple[Run, list[int]]:
+        self._refresh()
         seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
@@ -182,11 +200,15 @@ class Engine:
         used = [fresh if one is None else one for one in seeds]
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
-        controller = self._controller(shape)
+        controller = self._controller(shape, options[0])
         return Run(self.target, self.drafter, controller, sequences), used
 
-    def _controller(self, shape: Any) -> Controller:
-        return self._auto if shape is None or shape == "auto" else make_controller(shape, self.drafter)
+    def _controller(self, shape: Any, options: Options) -> Controller:
+        auto = shape is None or (isinstance(shape, str) and shape == "auto")
+        if auto and options.rule == "mss" and options.seed is not None and self.drafter is not None:
+            # the bandit listens to the clock; under mss the text depends on the shape, and a seed must give one text
+            return Fixed(default_arms(self.drafter)[0])
+        return self._auto if auto else make_controller(shape, self.drafter)
 
     def _sequence(self, row: int, ids: list[int], options: Options, seed: int) -> Sequence:
         limit = self.target.context or len(ids) + options.max_new_tokens
@@ -224,9 +246,11 @@ def load(
         ValueError: with one sentence, when something does not exist or does not fit.
     """
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads is {threads}; give at least 1")
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+            raise ValueError(f"threads is {threads!r}; give a whole number from 1 to {MOST_THREADS}")
         torch.set_num_threads(threads)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; give a transformers tokenizer, or None")
     loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     loaded = load_model(target, **loading)  # type: ignore[arg-type]
     loading["dtype"] = dtype or loaded.model.dtype
@@ -242,7 +266,7 @@ def _as_batch(prompt: Any) -> tuple[list[Any], bool]:
         return [prompt], True
     if len(prompt) == 0:
         raise ValueError("the prompt is empty; give at least one token or character to continue")
-    return ([prompt], True) if isinstance(prompt[0], (int, Mapping)) else (list(prompt), False)
+    return ([prompt], True) if isinstance(prompt[0], (Integral, Mapping)) else (list(prompt), False)
 
 
 def _result(sequence: Sequence, seed: int) -> Result:

@@ -25,7 +25,9 @@ class _Group(TyperGroup):
         warnings.showwarning = lambda message, *_, **__: typer.echo(f"outrider: {message}", err=True)
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
             typer.echo(f"outrider: {' '.join(str(error).split())}", err=True)
@@ -102,7 +104,7 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a prompt, streaming."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if not text.strip():
         raise ValueError("the prompt is empty; give some text, or - to read standard input")
     start = time.perf_counter()
@@ -127,6 +129,15 @@ def generate(
         _print_json(_result_json(engine, result, rule, loaded))
     else:
         Console(stderr=True, highlight=False, style="dim").print(_summary(engine, result), soft_wrap=True)
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give the prompt as an argument")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError("standard input is not UTF-8 text; give text") from error
 
 
 def _follow(pieces: Any, console: Console | None, show_draft: bool) -> Result:

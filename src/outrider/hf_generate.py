@@ -7,6 +7,8 @@ what it would see in plain `generate`, padding included.
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
 from typing import Any
 
 import torch
@@ -62,6 +64,7 @@ def custom_generate(
         ValueError: for generation modes and outputs that speculation does not give.
     """
     _refuse_unsupported(model, generation_config, model_kwargs)
+    streamer = _callers_streamer()
     target, _ = tree_model(model)
     drafts = make_drafter(drafter, target, None)
     sample = bool(generation_config.do_sample)
@@ -69,7 +72,7 @@ def custom_generate(
     mask = model_kwargs.get("attention_mask")
     sequences = []
     for row, ids in enumerate(input_ids):
-        padding = ids[: int((mask[row] == 0).sum())] if mask is not None else ids[:0]
+        padding = ids[: _left_padding(mask[row])] if mask is not None else ids[:0]
         row_seed = first_seed if row == 0 else noise.mix(first_seed, row)
         options = Options(
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
@@ -80,13 +83,43 @@ def custom_generate(
         prompt = ids[len(padding) :].tolist()
         sampler = Sampler(options, row_seed, len(prompt), frozenset(), target.vocab, model.device)
         limit = target.context or len(prompt) + options.max_new_tokens
+        if len(prompt) + options.max_new_tokens > limit:
+            warnings.warn(f"the text will end at the model's context of {limit} tokens", RuntimeWarning, stacklevel=2)
         sequence = Sequence(row, prompt, sampler, options, frozenset(), limit, None)
         sequence.stop_when = _Criteria(stopping_criteria, padding)
         sequences.append(sequence)
-    for _ in Run(target, drafts, make_controller(shape, drafts), sequences).pieces():
-        pass
+    for piece in Run(target, drafts, make_controller(shape, drafts), sequences).pieces():
+        if streamer is not None:
+            streamer.put(torch.tensor([piece.token]))
+    if streamer is not None:
+        streamer.end()
     out = _padded_output(input_ids, [s.new_ids for s in sequences], generation_config)
     return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
+
+
+def _left_padding(mask: Tensor) -> int:
+    """Padding tokens in front.
+
+    Raises:
+        ValueError: when zeros of the attention mask are elsewhere.
+    """
+    zeros = int((mask == 0).sum())
+    if mask[:zeros].any():
+        raise ValueError(
+            "attention_mask has zeros behind real tokens; pad on the left (tokenizer.padding_side = 'left')"
+        )
+    return zeros
+
+
+def _callers_streamer() -> Any:
+    """The streamer that `generate` was called with. It puts the prompt into it, but does not hand it on to a custom function, and
+    whoever reads from it would wait for ever."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and "streamer" in frame.f_locals:
+            return frame.f_locals["streamer"]
+        frame = frame.f_back
+    return None
 
 
 class _Criteria:

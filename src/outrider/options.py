@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 RULES = ("coupled", "mss")
+SMALLEST, LARGEST = 1e-6, 1e9  # beyond these, processed logits leave float32
 DRAFT_SAMPLING = ("auto", "topk", "without_replacement", "iid")
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -79,6 +80,8 @@ class Options:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; use {' or '.join(map(repr, allowed))}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise ValueError(f"seed {self.seed!r} is not a whole number; give an int or None")
+        if not isinstance(self.skip_special_tokens, bool):
+            raise ValueError(f"skip_special_tokens is {self.skip_special_tokens!r}; give True or False")
         self._check_collections()
 
     def _check_collections(self) -> None:
@@ -87,7 +90,9 @@ class Options:
         ):
             raise ValueError(f"stop is {self.stop!r}; give one non-empty string or a list of such strings")
         bias = self.logit_bias
-        if not isinstance(bias, Mapping) or not all(_is_id(k) and _is_finite(v) for k, v in bias.items()):
+        if not isinstance(bias, Mapping) or not all(
+            _is_id(k) and _is_finite(v) and abs(v) <= LARGEST for k, v in bias.items()
+        ):
             raise ValueError(f"logit_bias is {bias!r}; give a dict of token ids and finite numbers")
         words = self.bad_words_ids
         if not _is_list(words) or not all(_is_list(word) and word and all(map(_is_id, word)) for word in words):
@@ -114,9 +119,15 @@ class Options:
             value = getattr(self, name)
             if not _is_finite(value) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a finite number between {low:g} and {high:g}")
+        if 0 < self.temperature < SMALLEST:
+            raise ValueError(
+                f"temperature is {self.temperature!r}; give 0 for greedy decoding, or at least {SMALLEST:g}"
+            )
+        if max(abs(self.presence_penalty), abs(self.frequency_penalty), self.temperature) > LARGEST:
+            raise ValueError(f"temperature, presence_penalty and frequency_penalty must not exceed {LARGEST:g}")
         if self.top_p == 0 or self.typical_p == 0:
             raise ValueError("top_p and typical_p must be above 0; for greedy decoding use temperature 0")
-        if not _is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
+        if not _is_finite(self.repetition_penalty) or not SMALLEST <= self.repetition_penalty <= LARGEST:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty!r}; it must be a number above 0 (1 is none)"
             )
@@ -147,7 +158,12 @@ def _is_id(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _is_list(value: object) -> bool:

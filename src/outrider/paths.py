@@ -32,7 +32,12 @@ def cache_dir() -> Path:
 
 def _configured() -> Path | None:
     value = os.environ.get("OUTRIDER_CACHE")
-    return Path(value).expanduser().absolute() if value else None
+    try:
+        return Path(value).expanduser().absolute() if value else None
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"OUTRIDER_CACHE is {value!r}, which is no usable path: {error}; set it to a folder."
+        ) from error
 
 
 def _platform_default() -> Path:

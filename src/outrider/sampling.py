@@ -132,7 +132,7 @@ class Sampler:
             if self.processors and scores_RV.data_ptr() == logits_RV.data_ptr():
                 scores_RV = scores_RV.clone()  # some processors write into their argument
             for processor in self.processors:
-                scores_RV = processor(ids_RL, scores_RV)
+                scores_RV = _same_shape(processor(ids_RL, scores_RV), scores_RV, processor)
         if not self.greedy:
             scores_RV = scores_RV / self.options.temperature
             for warper in self.warpers:
@@ -159,12 +159,15 @@ class Sampler:
     def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
         """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
         check_finite(logits_V)
-        return int(self.perturbed([ids], logits_V[None])[0].argmax())
+        highest, token = self.perturbed([ids], logits_V[None])[0].max(-1)
+        check_possible(highest)
+        return int(token)
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
         check_finite(logits_V)
         scores_V = self.scores([ids], logits_V[None])[0]
+        check_possible(scores_V.max())
         if self.greedy:
             law_V = torch.zeros_like(scores_V)
             law_V[scores_V.argmax()] = 1.0
@@ -194,6 +197,27 @@ class Sampler:
     def draft_noise(self, salt: int, position: int, size: int, device: torch.device) -> Tensor:
         """Noise for a drafter's own draws; `salt` must differ from round to round."""
         return noise.gumbel(noise.mix(self.seed, salt), noise.DRAFT, position, size, device)
+
+
+def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
+    if not isinstance(out, Tensor) or out.shape != before.shape:
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(
+            f"logits_processor {processor!r} returned {got}; it must return scores of shape {tuple(before.shape)}"
+        )
+    return out
+
+
+def check_possible(highest: Tensor) -> None:
+    """Refuse to pick where processors left no token, or no number.
+
+    Raises:
+        ValueError: when the highest processed score is not finite.
+    """
+    if not torch.isfinite(highest):
+        raise ValueError(
+            "after processing no token is possible; check bad_words_ids, no_repeat_ngram_size, logit_bias and logits_processor"
+        )
 
 
 def check_finite(logits: Tensor) -> None:

@@ -154,7 +154,7 @@ def _file_prompt(path: Path, number: int, line: bytes) -> Prompt:
 
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise wrong("this is no JSON") from None
     keys = [key for key in PROMPT_KEYS if isinstance(row, dict) and key in row]
     if len(keys) != 1:

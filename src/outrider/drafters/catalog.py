@@ -18,6 +18,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.oracle import OracleDrafter
 from outrider.drafters.small_lm import is_small_lm, load_small_lm
 from outrider.drafters.vocabulary import shared_vocabulary
+from outrider.models.loading import load_model, local_path
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, parse_shape
@@ -79,13 +80,11 @@ def _named(
         except ValueError:
             raise ValueError(f"drafter {name!r} needs a rate between 0 and 1; write for example 'oracle:0.8'") from None
         return OracleDrafter(target, rate)
-    folder = Path(rest if kind == "table" else name).expanduser()
+    folder = local_path(rest if kind == "table" else name)
     if kind == "table" or is_drafter_folder(folder):
         return _from_folder(folder, target, must_be_table=kind == "table")
     if is_small_lm(folder):
         return load_small_lm(folder, _model(target), tokenizer, **loading)
-    from outrider.models.loading import load_model
-
     loaded = load_model(rest if kind == "lm" and rest else name, **loading)
     limit = shared_vocabulary(tokenizer, loaded.tokenizer, target.vocab, loaded.name)
     return LMDrafter(tree_model(loaded.model)[0], loaded.name, limit)
@@ -119,6 +118,17 @@ def _auto(target: TreeModel) -> Drafter:
     found = shipped(_model(target))
     stages = [_from_folder(found[kind], target) for kind in ("table", "head") if kind in found]
     return CascadeDrafter([NgramDrafter(), *stages]) if stages else NgramDrafter()
+
+
+def refresh(drafter: Drafter | None, target: TreeModel) -> None:
+    """Follow changes of a drafter's model, and of the target where the drafter holds it."""
+    for part in getattr(drafter, "drafters", [drafter]):
+        if isinstance(part, OracleDrafter):
+            part.target = target
+        elif isinstance(part, LMDrafter) and isinstance(getattr(part.model, "model", None), PreTrainedModel):
+            part.model = tree_model(_model(part.model))[0]
+        elif part is not drafter:
+            refresh(part, target)
 
 
 def default_arms(drafter: Drafter) -> list[Shape]:

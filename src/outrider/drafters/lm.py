@@ -168,6 +168,8 @@ class LMDraftState:
         # processors index by the target's ids: a shorter vocabulary is filled up with impossible tokens
         logits_FV = F.pad(logits_FV[:, :vocab].to(sampler.device), (0, sampler.vocab - vocab), value=float("-inf"))
         scores_FV = sampler.scores(paths, logits_FV)
+        if vocab < sampler.vocab:
+            scores_FV[:, vocab:] = float("-inf")  # a user's processor may have made them possible again
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FV, counts, sampler, len(paths[0]), salt, one_hot=bool(shape.budget))
         logq_FV = scores_FV.log_softmax(-1) if shape.budget else None

@@ -106,6 +106,12 @@ class LeanTreeModel(CachedTreeModel):
             raise Unsupported(f"the lean decoder does not know the family {config.model_type!r}")
         if getattr(config, "attn_logit_softcapping", None):
             raise Unsupported("the lean decoder does not cap attention scores")
+        if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+            raise Unsupported("its modules have hooks, which the lean decoder would not run")
+        plain = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in plain and not isinstance(module, nn.Linear):
+                raise Unsupported(f"its {name} is no plain linear layer")
         super().__init__(model)
         base: Any = model.base_model
         types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers

@@ -78,6 +78,8 @@ def load_model(
     """
     if isinstance(name, PreTrainedModel):
         return _live(name, dtype, device)
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
+        raise ValueError(f"A {type(name).__name__} is no model: give a name, a path or a transformers model.")
     place = pick_device(device)
     kind = pick_dtype(place) if dtype is None else parse_dtype(dtype)
     source, where = _resolve(os.fspath(name))
@@ -150,7 +152,7 @@ def _resolve(name: str) -> tuple[str, str]:
     """(source, what transformers should load), after fetching and converting where that is needed."""
     if name in ALIASES:
         return "alias", str(convert_alias(ALIASES[name]))
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         _check_folder(path)
         return "folder", str(path)
@@ -168,6 +170,16 @@ def _resolve(name: str) -> tuple[str, str]:
     raise ValueError(
         f"There is no model named {name!r}{hint}: use {_aliases()}, a folder, a GGUF file or a hub id org/name."
     )
+
+
+def local_path(name: str) -> Path:
+    """A name as a path. `ValueError` where no path can be of that name."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{name[:60]!r} cannot be a path ({first_line(error)[:80]}): check the name.") from error
+    return path
 
 
 def _aliases() -> str:

@@ -42,13 +42,26 @@ def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     Raises:
         ValueError: when even a plain forward gives no finite logits.
     """
-    stamp = sum(p._version for p in model.parameters()), model.dtype, model.device
+    model.eval()  # with dropout no text could be told from another
     known: _Known = vars(model).get("_outrider") or _Known(None, None)
-    if known.found is None or known.stamp != stamp:
-        known = _Known(stamp, _choose(model))
+    if known.found is None or known.stamp != _stamp(model):
+        found = _choose(model)
+        known = _Known(_stamp(model), found)
         vars(model)["_outrider"] = known  # on the model itself, so that both are freed together
     assert known.found is not None
     return known.found
+
+
+def _stamp(model: PreTrainedModel) -> Any:
+    """What changes when a model does: its modules, hooks and weights, in place or replaced.
+
+    Some writes leave no trace but the values themselves (`parameter.data.add_`), so a few values of every parameter are compared.
+    """
+    modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
+    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters())
+    with torch.no_grad():
+        few = [p.reshape(-1)[:8].to("cpu", torch.float64) for p in model.parameters()]
+    return modules, weights, tuple(torch.cat(few).tolist()) if few else ()
 
 
 @dataclass

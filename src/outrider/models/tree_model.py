@@ -203,7 +203,7 @@ def bucket(count: int, dtype: torch.dtype) -> int:
 def context_length(model: PreTrainedModel) -> int | None:
     """Most tokens that positions allow; None where nothing limits them."""
     config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "context_length"):
+    for name in ("max_position_embeddings", "n_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value

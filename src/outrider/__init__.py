@@ -21,6 +21,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What there is, imported or not."""
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
     """Import on first use: `outrider --help` should not wait for torch."""
     if name not in _HOMES:

@@ -135,7 +135,7 @@ def _standard_input() -> str:
     if sys.stdin is None:
         raise ValueError("standard input is closed; give the prompt as an argument")
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError("standard input is not UTF-8 text; give text") from error
 

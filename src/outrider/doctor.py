@@ -51,7 +51,7 @@ def _machine() -> dict[str, Any]:
         "capabilities": capabilities(),
         "device": str(device),
         "default_dtype": str(pick_dtype(device)).removeprefix("torch."),
-        "versions": {k: facts[k] for k in ("python", "torch", "transformers", "outrider") if k in facts},
+        "versions": facts["versions"],
     }
     machine["matmul_ms"] = {
         str(d).removeprefix("torch."): _matmul_ms(d, device) for d in (torch.float32, torch.bfloat16)
@@ -138,14 +138,16 @@ def render(report: dict[str, Any], console: Console) -> None:
     table.add_row("capabilities", ", ".join(machine["capabilities"]) or "none known")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
     for dtype, times in machine["matmul_ms"].items():
-        table.add_row(f"{dtype} product", ", ".join(f"{n} rows {ms} ms" for n, ms in times.items()))
+        table.add_row(f"{dtype} [n, 1024] x [1024, 4096]", ", ".join(f"{n} rows {ms} ms" for n, ms in times.items()))
     table.add_row("models", ", ".join(f"{name}: {state}" for name, state in report["aliases"].items()))
     console.print(table)
     for part in ("target", "drafter"):
         if part in report:
             table = Table(title=part, show_header=False)
             for key, value in report[part].items():
-                table.add_row(key.replace("_", " "), _readable(key, value))
+                table.add_row(
+                    key.replace("_bytes", "").replace("bytes_", "memory ").replace("_", " "), _readable(key, value)
+                )
             console.print(table)
     for line in report.get("advice", []):
         console.print(f"note: {line}")
@@ -154,6 +156,8 @@ def render(report: dict[str, Any], console: Console) -> None:
 def _readable(key: str, value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(map(str, value)) or "none"
-    if key.endswith("bytes") or key.startswith(("bytes", "state_bytes")):
-        return f"{value / 2**20:.2f} MiB"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if "bytes" in key:
+        return f"{value / 2**20:.2f} MiB" if value >= 2**20 else f"{value:,} B"
     return f"{value:.1e}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +51,14 @@ def make_drafter(
         return drafters[0] if len(drafters) == 1 else MergedDrafter(drafters)
     if isinstance(given, PreTrainedModel):
         limit = shared_vocabulary(tokenizer, None, target.vocab, type(given).__name__)
+        ours, theirs = sorted((target.vocab, given.config.get_text_config().vocab_size))
+        if ours < 0.75 * theirs:  # more than padding
+            warnings.warn(
+                f"drafter {type(given).__name__} has a vocabulary of another size than the target ({ours} and {theirs}) and no "
+                "tokenizer to compare: if ids mean other tokens, nothing will be accepted",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return LMDrafter(tree_model(given)[0], type(given).__name__, limit)
     if isinstance(given, str):
         return _named(given, target, tokenizer, loading)

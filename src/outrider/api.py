@@ -265,7 +265,7 @@ def _as_batch(prompt: Any) -> tuple[list[Any], bool]:
     if isinstance(prompt, str) or not isinstance(prompt, (list, tuple)):
         return [prompt], True
     if len(prompt) == 0:
-        raise ValueError("the list of prompts is empty; give at least one prompt (or token id)")
+        raise ValueError("the prompt is empty, or the list of prompts; give at least one token or prompt")
     return ([prompt], True) if isinstance(prompt[0], (Integral, Mapping)) else (list(prompt), False)
 
 

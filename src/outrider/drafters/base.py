@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outrider.noise import mix
 from outrider.sampling import Sampler
 from outrider.tree import Shape
 from outrider.verify import Draft, Verdict
@@ -72,3 +73,41 @@ def shared_taps(drafters: Sequence[Drafter]) -> tuple[int, ...]:
             "these drafters read different layers of the target; use one feature head, or heads trained alike"
         )
     return wanted.pop() if wanted else ()
+
+
+class DrafterTeam:
+    """What drafters made of drafters share: how they begin, and what they read of the target."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ValueError("an empty list of drafters cannot draft; give at least one, or drafter=None")
+        self.drafters = list(drafters)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that drafters read."""
+        return shared_taps(self.drafters)
+
+    def begin_all(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int
+    ) -> list[DraftState]:
+        """Begin all drafters, each with a random stream of its own."""
+        return [d.begin(prompts, samplers, room, mix(stream, i + 1)) for i, d in enumerate(self.drafters)]
+
+
+class DraftStateTeam:
+    """The drafters' sides of B sequences."""
+
+    def __init__(self, states: Sequence[DraftState]) -> None:
+        self.states = list(states)
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Pass hidden states on to those that read them."""
+        for state in self.states:
+            if hasattr(state, "see"):
+                state.see(hidden)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        for state in self.states:
+            state.keep(rows)

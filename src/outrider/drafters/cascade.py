@@ -8,43 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from outrider.drafters.base import Drafter, DraftState, shared_taps
+from outrider.drafters.base import Drafter, DrafterTeam, DraftState, DraftStateTeam
 from outrider.drafters.merged import verdict_on
-from outrider.noise import mix
 from outrider.sampling import Sampler
 from outrider.tree import OFF, Shape
 from outrider.verify import Draft, Verdict
 
 
-class CascadeDrafter:
+class CascadeDrafter(DrafterTeam):
     """Asks its drafters in order."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
-            raise ValueError("an empty cascade of drafters cannot draft; give at least one, or drafter=None")
-        self.drafters = list(drafters)
+        super().__init__(drafters)
         self.name = ">".join(drafter.name for drafter in drafters)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target that drafters read."""
-        return shared_taps(self.drafters)
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
     ) -> CascadeDraftState:
         """Begin all drafters, each with a random stream of its own."""
-        states = [d.begin(prompts, samplers, room, mix(stream, i + 1)) for i, d in enumerate(self.drafters)]
+        states = self.begin_all(prompts, samplers, room, stream)
         return CascadeDraftState(states)
 
 
-class CascadeDraftState:
+class CascadeDraftState(DraftStateTeam):
     """The drafters' sides of B sequences."""
 
     def __init__(self, states: Sequence[DraftState]) -> None:
-        self.states = list(states)
+        super().__init__(states)
         self.asked: list[tuple[DraftState, list[Draft]]] = []
         self.chosen: list[Draft] = []
 
@@ -67,14 +57,3 @@ class CascadeDraftState:
         """Tell those that were asked how far their own tree was followed; the others read it in the next contexts."""
         for state, drafts in self.asked:
             state.observe([verdict_on(d.tree, c.tree, v) for d, c, v in zip(drafts, self.chosen, verdicts)])
-
-    def see(self, hidden: Sequence[Tensor]) -> None:
-        """Pass hidden states on to those that read them."""
-        for state in self.states:
-            if hasattr(state, "see"):
-                state.see(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        for state in self.states:
-            state.keep(rows)

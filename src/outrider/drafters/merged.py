@@ -8,42 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from outrider.drafters.base import Drafter, DraftState, shared_taps
-from outrider.noise import mix
+from outrider.drafters.base import Drafter, DrafterTeam, DraftState, DraftStateTeam
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
 from outrider.verify import Draft, Trial, Verdict
 
 
-class MergedDrafter:
+class MergedDrafter(DrafterTeam):
     """Proposes the union of what its drafters propose."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        if not drafters:
-            raise ValueError("an empty list of drafters cannot draft; give at least one, or drafter=None")
-        self.drafters = list(drafters)
+        super().__init__(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target that drafters read."""
-        return shared_taps(self.drafters)
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
     ) -> MergedDraftState:
         """Begin all drafters, each with a random stream of its own."""
-        states = [d.begin(prompts, samplers, room, mix(stream, i + 1)) for i, d in enumerate(self.drafters)]
+        states = self.begin_all(prompts, samplers, room, stream)
         return MergedDraftState(states)
 
 
-class MergedDraftState:
+class MergedDraftState(DraftStateTeam):
     """The drafters' sides of B sequences, and how their nodes map to the merged ones."""
 
     def __init__(self, states: Sequence[DraftState]) -> None:
-        self.states = list(states)
+        super().__init__(states)
         self.proposals: list[list[Draft]] = []
         self.merged: list[Draft] = []
 
@@ -57,17 +47,6 @@ class MergedDraftState:
         """Tell each drafter how far its own tree was followed."""
         for state, drafts in zip(self.states, self.proposals):
             state.observe([verdict_on(d.tree, m.tree, v) for d, m, v in zip(drafts, self.merged, verdicts)])
-
-    def see(self, hidden: Sequence[Tensor]) -> None:
-        """Pass hidden states on to those that read them."""
-        for state in self.states:
-            if hasattr(state, "see"):
-                state.see(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        for state in self.states:
-            state.keep(rows)
 
 
 def merge(drafts: Sequence[Draft]) -> Draft:

@@ -67,7 +67,7 @@ def unrolled(made: HeadModel, ids: list[int], hidden: torch.Tensor, steps: int) 
     batch = Batch(torch.tensor([ids]), hidden[None], torch.ones(1, len(ids), dtype=torch.bool))
     # float() in the student would cost the digits that this test looks at
     batch.hidden_BTF.float = lambda: batch.hidden_BTF  # type: ignore[method-assign]
-    return [made.cut.full(out)[0] for out in student.outputs(batch, steps)]
+    return [made.cut(out)[0] for out in student.outputs(batch, steps)]
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -205,12 +205,15 @@ def test_overfitting_pays_and_predictions_hold(core: str, tmp_path: Path) -> Non
     plain = Engine(tiny("llama"), None, "llama", "off")
     examples = answers(plain, 3, 24)
     student = HeadStudent(plain, new_head(plain, examples, TAPS, VOCAB, seed=0, core=core, window=8))
-    trainer = Trainer(student, DistilSettings(minutes=1, steps=3, batch_tokens=256, rate=1e-2), tmp_path)
+    trainer = Trainer(student, DistilSettings(minutes=1, steps=3, ramp=0.0, batch_tokens=256, rate=1e-2), tmp_path)
     batch = make_batch(examples)
-    before, loss = predicted_acceptance(student, examples, 3)["acceptance_length"], float(trainer.loss(batch).detach())
+    before, loss = (
+        predicted_acceptance(student, examples, 3)["acceptance_length"],
+        float(trainer.loss(batch, 3).detach()),
+    )
     for _ in range(40):
         trainer._update(batch, 0.0)
-    assert float(trainer.loss(batch).detach()) < 0.7 * loss
+    assert float(trainer.loss(batch, 3).detach()) < 0.7 * loss
     after = predicted_acceptance(student, examples, 3)["acceptance_length"]
     assert after > before + 0.4
 

@@ -15,6 +15,7 @@ from helpers import PROMPT, PROMPTS, expected, run
 from outrider.api import Engine
 from outrider.drafters.folder import load_drafter, save_mamba
 from outrider.drafters.lm import LMDrafter
+from outrider.models.draft_vocab import widen
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
 from outrider.models.selftest import tree_model
@@ -49,7 +50,7 @@ def model(dtype: torch.dtype = torch.float64, ffn: int = 24) -> MambaModel:
 
 def training_form(made: MambaModel, ids: list[int]) -> torch.Tensor:
     """Logits [T, V] of the form that is trained."""
-    return made.cut.full(made.blocks(made.embedding(torch.tensor([ids]))))[0]
+    return made.cut(made.blocks(made.embedding(torch.tensor([ids]))))[0]
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -135,10 +136,11 @@ def test_state_does_not_grow() -> None:
 
 def test_only_the_draft_vocabulary_is_proposed() -> None:
     made = model()
-    logits = made.begin([TEXT[:9]]).extend([[4]], [[-1]])[0, 0]
-    assert logits.shape == (VOCAB,)
-    possible = torch.isfinite(logits).nonzero().flatten()
-    assert possible.tolist() == sorted(made.blocks.draft_ids.tolist())
+    logits = made.begin([TEXT[:9]]).extend([[4]], [[-1]])
+    assert logits.shape == (1, 1, len(made.draft_ids)) and made.draft_ids.tolist() == made.blocks.draft_ids.tolist()
+    wide_V = widen(logits[0], made.draft_ids, VOCAB)[0]
+    assert wide_V.isfinite().nonzero().flatten().tolist() == sorted(made.draft_ids.tolist())
+    assert torch.equal(wide_V[made.draft_ids], logits[0, 0])
 
 
 def test_embedding_is_the_targets_own() -> None:
@@ -192,10 +194,13 @@ def test_overfitting_pays_and_predictions_hold(tmp_path: Path) -> None:
     student = MambaStudent(target, new_mamba(target, examples, VOCAB, seed=0, layers=2))
     trainer = Trainer(student, DistilSettings(minutes=1, steps=1, batch_tokens=256, rate=1e-2), tmp_path)
     batch = make_batch(examples)
-    before, loss = predicted_acceptance(student, examples, 3)["acceptance_length"], float(trainer.loss(batch).detach())
+    before, loss = (
+        predicted_acceptance(student, examples, 3)["acceptance_length"],
+        float(trainer.loss(batch, 1).detach()),
+    )
     for _ in range(60):
         trainer._update(batch, 0.0)
-    assert float(trainer.loss(batch).detach()) < 0.5 * loss
+    assert float(trainer.loss(batch, 1).detach()) < 0.5 * loss
     after = predicted_acceptance(student, examples, 3)["acceptance_length"]
     assert after > before + 0.8
     made = MambaModel(student.blocks, target.model.get_input_embeddings(), target.model.get_output_embeddings())

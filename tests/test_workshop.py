@@ -327,7 +327,7 @@ def test_training_stops_early_without_gain(engine: Engine, data: Path, tmp_path:
     _, held, student = head_student(engine, data)
     trainer = Trainer(student, settings, tmp_path)
     lengths = iter([1.0, 2.0, 1.5, 1.9, 3.0])
-    trainer.train(held, lambda: {"acceptance_length": next(lengths)}, every=0.0, patience=2)
+    trainer.train(lambda: held, lambda: {"acceptance_length": next(lengths)}, every=0.0, patience=2)
     assert [point["acceptance_length"] for point in trainer.curve] == [1.0, 2.0, 1.5, 1.9]
 
 
@@ -351,7 +351,7 @@ def test_distil_mistakes_are_one_line(
     succeed("data", "--target", target, "--out", few, *options)
     assert "too little" in attempt(data=few)
     with monkeypatch.context() as patch:
-        nan = lambda p_RC, logq_RC: (logq_RC.sum(-1) * torch.nan, logq_RC)  # noqa: E731
+        nan = lambda p_RC, logp_RC, logq_RC: (logq_RC.sum(-1) * torch.nan, logq_RC)  # noqa: E731
         patch.setitem(distil_module.LOSSES, "kl", nan)
         assert "not finite" in attempt()
     with monkeypatch.context() as patch:
@@ -402,7 +402,7 @@ def test_predicted_acceptance_is_what_the_engine_measures(engine: Engine, data: 
     """Trained on the very texts that it is measured on, so that there is something to accept."""
     _, held, student = head_student(engine, data)
     held = held[:4]
-    settings = DistilSettings(minutes=0.1, steps=3, rate=1e-2, batch_tokens=1024, draft_vocab=200)
+    settings = DistilSettings(minutes=0.1, steps=3, ramp=0.0, rate=1e-2, batch_tokens=1024, draft_vocab=200)
     trainer = Trainer(student, settings, tmp_path)
     trainer.updates = 50  # warm
     for _ in range(30):

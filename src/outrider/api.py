@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -127,6 +128,15 @@ class Engine:
         return list(out["input_ids"])
 
     # -- running ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def drafting(self, drafter: Drafter | None) -> Iterator[None]:
+        """Use another drafter, or none, within the block."""
+        before, self.drafter = self.drafter, drafter
+        try:
+            yield
+        finally:
+            self.drafter = before
 
     def generate(
         self,

@@ -30,6 +30,9 @@ Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states)
 Core = Annotated[str, typer.Option(help="Of a head: attention, ssm or hybrid.")]
 Minutes = Annotated[float, typer.Option(help="Budget of training, in minutes of wall clock.")]
 Steps = Annotated[int, typer.Option(help="Unrolled steps of a head's training.")]
+Ramp = Annotated[
+    float, typer.Option(help="Share of the budget over which a head's unrolled steps grow from one to all.")
+]
 Loss = Annotated[str, typer.Option(help="kl, reverse_kl, tv (total variation) or acceptance.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 DraftVocab = Annotated[
@@ -40,7 +43,7 @@ Taps = Annotated[
     str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
 ]
 Layers = Annotated[int | None, typer.Option(help="Blocks of a fresh stand-alone drafter.")]
-Init = Annotated[str | None, typer.Option(help="Folder that a llama starts from, as `outrider prune` writes it.")]
+Init = Annotated[str | None, typer.Option(help="Folder to start from: a drafter to train on, or a pruned model.")]
 HeldOut = Annotated[
     str, typer.Option(help="Tasks and FILE.jsonl, on whose held-out prompts acceptance is predicted, joined by commas.")
 ]
@@ -74,13 +77,21 @@ def report(found: dict[str, Any], text: str, json: bool) -> None:
 
 
 def settings_from(
-    kind: str, minutes: float, steps: int, loss: str, rate: float, draft_vocab: str, batch_tokens: int, seed: int
+    kind: str,
+    minutes: float,
+    steps: int,
+    ramp: float,
+    loss: str,
+    rate: float,
+    draft_vocab: str,
+    batch_tokens: int,
+    seed: int,
 ) -> DistilSettings:
     from outrider.train.distil import DistilSettings
 
     count = parse_count(draft_vocab, "--draft-vocab")
     steps = steps if kind == "head" else 1  # others read nothing of the target that could be unrolled
-    return DistilSettings(minutes, steps, loss, rate, batch_tokens, count, seed)
+    return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed)
 
 
 def plan_from(kind: str, core: str, taps: str, layers: int | None, init: str | None, held_out: str) -> Plan:
@@ -89,8 +100,6 @@ def plan_from(kind: str, core: str, taps: str, layers: int | None, init: str | N
     for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
-    if init and kind != "llama":
-        raise ValueError(f"--init is for drafters of kind llama, not {kind}; leave it out")
     if layers is not None and (kind == "head" or init or layers < 1):
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):

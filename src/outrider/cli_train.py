@@ -28,6 +28,7 @@ from outrider.cli_options import (
     Minutes,
     Out,
     Patience,
+    Ramp,
     Rate,
     Seed,
     Steps,
@@ -100,7 +101,7 @@ def data(
     given = [prompt_text(prompt) for name in prompts or [] for prompt in load_task(name)]
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("data", quiet=json) as tell:
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "tell": tell}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "taps": layers, "tell": tell}
         made = make_data(engine, out, tokens=wanted, prompts=given, sources=chosen, **options)
         if layers:
             compute_features(engine, out, layers, tell)
@@ -137,6 +138,7 @@ def distil(
     core: Core = "attention",
     minutes: Minutes = 60.0,
     steps: Steps = 4,
+    ramp: Ramp = 0.6,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     draft_vocab: DraftVocab = "12k",
@@ -156,7 +158,7 @@ def distil(
 ) -> None:
     """Train a drafter on the target's answers and laws; tells the acceptance length that it predicts as it goes."""
     plan = plan_from(kind, core, taps, layers, init, held_out)
-    settings = settings_from(kind, minutes, steps, loss, rate, draft_vocab, batch_tokens, seed)
+    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed)
     from outrider.train.workshop import distil as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)
@@ -199,7 +201,9 @@ def prune(
 
     if finetune and data is None:
         raise ValueError("fine-tuning needs --data; give a data set, or --no-finetune")
-    settings = settings_from("llama", minutes, 1, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
+    settings = (
+        settings_from("llama", minutes, 1, 0.0, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
+    )
     plan = plan_from("llama", "attention", "", None, None, held_out)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("prune", quiet=json) as tell:
@@ -227,6 +231,7 @@ def boost(
     ] = None,
     minutes: Minutes = 60.0,
     steps: Steps = 4,
+    ramp: Ramp = 0.6,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     draft_vocab: DraftVocab = "12k",
@@ -246,7 +251,7 @@ def boost(
 ) -> None:
     """Boost-tune several drafters; use them together as --drafter OUT/1+OUT/2. --minutes are for each."""
     plan = plan_from(kind, core, taps, layers, init, held_out)
-    settings = settings_from(kind, minutes, steps, loss, rate, draft_vocab, batch_tokens, seed)
+    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed)
     from outrider.train.boost import boost as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)

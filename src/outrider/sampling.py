@@ -124,12 +124,17 @@ class Sampler:
         self.warpers = build_warpers(options)
         self._noise: dict[int, Tensor] = {}
 
-    def scores(self, ids: Sequence[Sequence[int]], logits_RV: Tensor) -> Tensor:
-        """Processed, tempered, cut logits, float32 [R, V], after each of R token sequences of one length."""
+    def scores(self, ids: Sequence[Sequence[int]] | None, logits_RV: Tensor) -> Tensor:
+        """Processed, tempered, cut logits, float32 [R, V], after each of R token sequences of one length.
+
+        Args:
+            ids: the sequences; only processors read them, without any they may be None.
+        """
         scores_RV = logits_RV.float()
-        if self.processors or self.warpers:
+        ids_RL = torch.empty(len(scores_RV), 0, dtype=torch.long, device=scores_RV.device)
+        if self.processors:
             ids_RL = torch.tensor(ids, dtype=torch.long, device=scores_RV.device)
-            if self.processors and scores_RV.data_ptr() == logits_RV.data_ptr():
+            if scores_RV.data_ptr() == logits_RV.data_ptr():
                 scores_RV = scores_RV.clone()  # some processors write into their argument
             for processor in self.processors:
                 scores_RV = _same_shape(processor(ids_RL, scores_RV), scores_RV, processor)

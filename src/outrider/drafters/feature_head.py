@@ -49,6 +49,7 @@ class HeadModel:
         self.embedding, self.vocab = embedding, weight.shape[0]
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, head.draft_ids)
+        self.draft_ids = self.cut.ids
         self.packed = Packed(nn.ModuleList([self.head, self.cut]))
         self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
 
@@ -92,7 +93,7 @@ class HeadState:
 
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
-        """Feed nodes, return logits [B, N, V]; see `TreeState`."""
+        """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(self.nodes.depths_BM[:, start : start + new])
@@ -102,9 +103,9 @@ class HeadState:
         scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
         with model.packed.active():
             outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend, scan)
-            logits_BNV = model.cut.full(outputs)
+            logits_BNC = model.cut(outputs)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)  # type: ignore[list-item]
-        return logits_BNV
+        return logits_BNC
 
     def _attend(self, start: int, end: int) -> Attend:
         """Attention of the nodes from `start` to `end`; with a window, slots that nobody sees are not even read."""

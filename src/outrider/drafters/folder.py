@@ -66,15 +66,15 @@ def _save(
     (folder / "README.md").write_text(card)
 
 
-def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
-    """The drafter in a folder.
+def read_config(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
+    """The configuration in a drafter's folder.
 
     Raises:
-        ValueError: when the folder is broken, or the drafter was made for another target.
+        ValueError: when there is none, or the drafter was made for another target.
     """
     try:
-        config = json.loads((folder / "config.json").read_text())
-        kind = config["drafter"]
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config["drafter"]
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{folder} holds no drafter ({error}); make one with `outrider distil` or `outrider table`"
@@ -84,15 +84,40 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
             f"the drafter in {folder} was made for {config.get('target', 'another model')}, not for this target; train one "
             "with `outrider distil --target ...`"
         )
-    if kind == "table":
+    return config
+
+
+def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
+    """The drafter in a folder.
+
+    Raises:
+        ValueError: when the folder is broken, or the drafter was made for another target.
+    """
+    if read_config(folder, target)["drafter"] == "table":
         return TableDrafter(NgramTable(folder / "model.safetensors"))
     borrowed = target.get_input_embeddings(), target.get_output_embeddings()
-    if kind == "head":
-        return HeadDrafter(HeadModel(_load_module(folder, config, _new_head), *borrowed))
-    if kind == "mamba":
-        model = MambaModel(_load_module(folder, config, _new_mamba), *borrowed)
-        return LMDrafter(model, "mamba", model.vocab)
-    raise ValueError(f"the drafter in {folder} is of kind {kind!r}, which this version does not know; update outrider")
+    module = load_module(folder, target)
+    if isinstance(module, FeatureHead):
+        return HeadDrafter(HeadModel(module, *borrowed))
+    model = MambaModel(module, *borrowed)
+    return LMDrafter(model, "mamba", model.vocab)
+
+
+def load_module(folder: Path, target: PreTrainedModel) -> FeatureHead | MambaBlocks:
+    """The trained part of the drafter in a folder, as it was saved.
+
+    Raises:
+        ValueError: when the folder is broken, or holds no such drafter for this target.
+    """
+    config = read_config(folder, target)
+    if config["drafter"] == "head":
+        return _load_module(folder, config, _new_head)
+    if config["drafter"] == "mamba":
+        return _load_module(folder, config, _new_mamba)
+    raise ValueError(
+        f"the drafter in {folder} is of kind {config['drafter']!r}, which cannot be loaded here; use a head or a mamba, or "
+        "update outrider"
+    )
 
 
 def _new_head(config: dict[str, Any]) -> FeatureHead:

@@ -3,7 +3,7 @@
 Children are chosen by the target's own processing and, under the coupled rule, by the target's own noise, which makes
 agreement likely. A recurrent drafter needs nothing special: its nodes are batch rows of the cache (Mamba Drafters, 3).
 
-Shapes: F frontier nodes, V vocabulary.
+Shapes: F frontier nodes, C the model's (draft) vocabulary, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider import noise
+from outrider.models.draft_vocab import widen
 from outrider.models.protocol import TreeModel, TreeState
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
@@ -49,6 +49,7 @@ class LMDrafter:
     def __init__(self, model: TreeModel, name: str, vocab: int | None = None) -> None:
         self.model, self.name = model, name
         self.vocab = min(model.vocab, vocab or model.vocab)
+        self.draft_ids: Tensor | None = getattr(model, "draft_ids", None)
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
@@ -155,7 +156,7 @@ class LMDraftState:
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
         return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
 
-    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FV: Tensor) -> None:
+    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
         fed = [n for n in growth.frontier if n in growth.fed]
         growth.frontier = []
@@ -163,24 +164,41 @@ class LMDraftState:
             return
         counts = [shape.levels[level][0]] * len(fed) if shape.budget else [c for c in shape.levels[level] if c]
         counts = counts[: len(fed)]  # duplicate or impossible draws leave fewer nodes than the shape has room for
-        vocab = min(self.drafter.vocab, sampler.vocab)
-        paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in fed]
-        # processors index by the target's ids: a shorter vocabulary is filled up with impossible tokens
-        logits_FV = F.pad(logits_FV[:, :vocab].to(sampler.device), (0, sampler.vocab - vocab), value=float("-inf"))
-        scores_FV = sampler.scores(paths, logits_FV)
-        if vocab < sampler.vocab:
-            scores_FV[:, vocab:] = float("-inf")  # a user's processor may have made them possible again
+        scores_FC, ids_C = self._scores(growth, sampler, fed, logits_FC, shape)
+        position = len(growth.context) + growth.tree.depths[fed[0]]
         salt = noise.mix(self.stream, self.rounds)
-        chosen = choose(scores_FV, counts, sampler, len(paths[0]), salt, one_hot=bool(shape.budget))
-        logq_FV = scores_FV.log_softmax(-1) if shape.budget else None
+        chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
+        logq_FC = scores_FC.log_softmax(-1) if shape.budget else None
         for place, node in enumerate(fed):
-            for token, law in chosen[place]:
-                child = growth.tree.add_once(node, token)
+            for column, law in chosen[place]:
+                child = growth.tree.add_once(node, column if ids_C is None else int(ids_C[column]))
                 growth.trials.setdefault(node, []).append(Trial(child, law))
                 if child not in growth.frontier:
                     growth.frontier.append(child)
-                if logq_FV is not None:
-                    growth.scores[child] = growth.scores[node] + float(logq_FV[place, token])
+                if logq_FC is not None:
+                    growth.scores[child] = growth.scores[node] + float(logq_FC[place, column])
+
+    def _scores(
+        self, growth: _Growth, sampler: Sampler, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
+    ) -> tuple[Tensor, Tensor | None]:
+        """Processed logits, and the token ids of their columns (None: they are the ids).
+
+        Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
+        """
+        ids_C, logits_FC = self.drafter.draft_ids, logits_FC.to(sampler.device)
+        if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
+            return sampler.scores(None, logits_FC), ids_C
+        vocab = sampler.vocab
+        if ids_C is None:
+            logits_FC = logits_FC[:, : min(self.drafter.vocab, vocab)]
+        impossible = logits_FC.shape[-1] < vocab
+        if impossible:
+            logits_FC = widen(logits_FC, ids_C, vocab)
+        paths = [growth.context + growth.tree.path_tokens(n)[1:] for n in nodes] if sampler.processors else None
+        scores_FV = sampler.scores(paths, logits_FC)
+        if sampler.processors and impossible:  # a user's processor may have made them possible again
+            scores_FV = scores_FV.masked_fill(logits_FC.isneginf(), float("-inf"))
+        return scores_FV, None
 
     def _finish(self, growth: _Growth, shape: Shape) -> Draft:
         if shape.budget and growth.tree.drafted > shape.budget:
@@ -208,31 +226,45 @@ class LMDraftState:
         self.offsets = [self.offsets[r] for r in rows]
 
 
-def choose(
-    scores_FV: Tensor, counts: Sequence[int], sampler: Sampler, position: int, salt: int, one_hot: bool = False
-) -> list[list[tuple[int, Law]]]:
-    """Children of each frontier node in draw order, with the law each was drawn from.
+def one_hot(sampler: Sampler, shape: Shape) -> bool:
+    """Whether children are simply the best ones, so that nothing needs to be known of the law they came from."""
+    options = sampler.options
+    return options.rule == "coupled" or sampler.greedy or bool(shape.budget) or options.draft_sampling == "topk"
 
-    Under the coupled rule: the best of the scores plus the target's noise. Under mss by `draft_sampling`: the top k (one-hot
-    laws), draws without replacement (the sorted race of scores plus noise), or independent draws.
+
+def choose(
+    scores_FC: Tensor,
+    counts: Sequence[int],
+    sampler: Sampler,
+    position: int,
+    salt: int,
+    best: bool,
+    ids_C: Tensor | None = None,
+) -> list[list[tuple[int, Law]]]:
+    """Columns of each frontier node's children in draw order, with the law each was drawn from.
+
+    Args:
+        best: take the best scores (plus the target's noise under the coupled rule). Otherwise, by `draft_sampling`: draws without
+            replacement (the sorted race of scores plus noise), or independent draws.
+        ids_C: the token ids of the columns, where they are not the ids themselves.
     """
-    method = sampler.options.draft_sampling
-    if sampler.options.rule == "coupled" or sampler.greedy or one_hot or method == "topk":
+    size = scores_FC.shape[-1]
+    if best:
         if sampler.options.rule == "coupled" and not sampler.greedy:
-            scores_FV = scores_FV + sampler.noise(position, scores_FV.shape[-1], scores_FV.device)
-        return [[(t, ONE_HOT) for t in row[:count]] for row, count in zip(_top(scores_FV, max(counts)), counts)]
-    q_FV = scores_FV.softmax(-1)
-    size = scores_FV.shape[-1]
+            noise_V = sampler.noise(position, size if ids_C is None else sampler.vocab, scores_FC.device)
+            scores_FC = scores_FC + (noise_V if ids_C is None else noise_V[ids_C])
+        return [[(c, ONE_HOT) for c in row[:count]] for row, count in zip(_top(scores_FC, max(counts)), counts)]
+    q_FV = scores_FC.softmax(-1)
     chosen: list[list[tuple[int, Law]]] = []
     for place, count in enumerate(counts):
         q_V, picked = q_FV[place], []
-        if method == "iid":
+        if sampler.options.draft_sampling == "iid":
             for draw in range(count):
-                noise_V = sampler.draft_noise(noise.mix(salt, place, draw), position, size, scores_FV.device)
-                picked.append((int((scores_FV[place] + noise_V).argmax()), Law(q_V)))
+                noise_V = sampler.draft_noise(noise.mix(salt, place, draw), position, size, scores_FC.device)
+                picked.append((int((scores_FC[place] + noise_V).argmax()), Law(q_V)))
         else:
-            noise_V = sampler.draft_noise(noise.mix(salt, place), position, size, scores_FV.device)
-            for token in _top((scores_FV[place] + noise_V)[None], count)[0]:
+            noise_V = sampler.draft_noise(noise.mix(salt, place), position, size, scores_FC.device)
+            for token in _top((scores_FC[place] + noise_V)[None], count)[0]:
                 picked.append((token, Law(q_V, tuple(t for t, _ in picked))))
         chosen.append(picked)
     return chosen

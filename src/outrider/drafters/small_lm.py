@@ -3,7 +3,7 @@
 The folder is an ordinary model; what `drafter.json` adds is the target that it was made for, and `draft_ids.safetensors`
 the tokens that it learnt: its vocabulary head is then cut to these, which also makes a step cheaper.
 
-Shapes: B rows, N nodes, D width, V vocabulary.
+Shapes: D width, C draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class PackedCutHead(CutHead):
         super().__init__(weight_VD, draft_ids_C)
         self.packed = Packed(self)
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Logits [B, N, V]."""
+    def forward(self, outputs: Tensor) -> Tensor:
+        """Logits of the draft vocabulary."""
         with self.packed.active():
-            return self.full(x_BND)
+            return super().forward(outputs)
 
 
 def is_small_lm(folder: Path) -> bool:
@@ -69,6 +69,7 @@ def load_small_lm(
     if (folder / DRAFT_IDS).exists():
         ids, whole = load_file(folder / DRAFT_IDS)["draft_ids"].long(), cast(Any, loaded.model.get_output_embeddings())
         head = PackedCutHead(whole.weight, ids[ids < limit])
+        model.draft_ids = head.ids
         if hasattr(model, "unembed"):
             model.unembed = head
         else:

@@ -113,6 +113,7 @@ class MambaModel:
         self.embedding, self.vocab = embedding, weight.shape[0]
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, blocks.draft_ids)
+        self.draft_ids = self.cut.ids
         self.packed = Packed(nn.ModuleList([self.blocks, self.cut]))
         self.sizes = [m.sizes() for m in blocks.modules() if isinstance(m, MambaMixer)]
 
@@ -153,13 +154,13 @@ class MambaState:
 
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
-        """Feed nodes, return logits [B, N, V]; see `TreeState`."""
+        """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
         new = max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         scan = TreeScan(self.factors, self.nodes, start)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.model.device)
         with self.model.packed.active():
-            return self.model.cut.full(self.model.blocks(self.model.embedding(ids), scan))
+            return self.model.cut(self.model.blocks(self.model.embedding(ids), scan))
 
     @torch.inference_mode()
     def commit(self, paths: Rows) -> None:

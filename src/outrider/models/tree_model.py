@@ -146,7 +146,7 @@ class CachedTreeState:
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits [B, N, V]; see `TreeState`."""
         new = max(map(len, tokens))
-        size = bucket(new, self.model.dtype) if self.model.windows else new
+        size = bucket(new, self.model.dtype, len(tokens)) if self.model.windows else new
         base = max(self.lengths)
         start, waves = self.nodes.add(parents, size)
         end = start + size
@@ -189,13 +189,13 @@ class CachedTreeState:
         return self.cache.bytes()
 
 
-def bucket(count: int, dtype: torch.dtype) -> int:
+def bucket(count: int, dtype: torch.dtype, batch: int = 1) -> int:
     """The next node count that calls are padded to.
 
-    In half precision it is at least two: a single row goes through a vector kernel whose sums differ in the last bit from those
-    of the matrix kernel, and plain decoding should have the very bits of speculative decoding.
+    In half precision a lone node becomes two: a single row goes through a vector kernel whose sums differ in the last bit from
+    those of the matrix kernel, and plain decoding should have the very bits of speculative decoding.
     """
-    if dtype in (torch.bfloat16, torch.float16):
+    if batch == 1 and dtype in (torch.bfloat16, torch.float16):
         count = max(count, 2)
     return next((size for size in NODE_BUCKETS if size >= count), (count + 63) // 64 * 64)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from outrider.models.files import save_atomically
 from outrider.models.fingerprint import fingerprint
+from outrider.train.features import Recorder, feature_file
 from outrider.train.prompts import is_held_out, self_asked, task_prompts, templates
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def make_data(
     sources: Sequence[str] = ("tasks", "templates", "self"),
     max_new_tokens: int = 256,
     seed: int = 0,
+    taps: tuple[int, ...] = (),
     tell: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> int:
     """Write answers until the data set holds `tokens` answer tokens.
@@ -70,6 +72,7 @@ def make_data(
     Args:
         prompts: further user messages; held-out ones among them are left out.
         sources: "tasks" (the training side of the benchmark prompts), "templates", "self" (asked by the target itself).
+        taps: also keep the target's hidden states at these layers, as they come while it writes.
         tell: progress as (answer tokens, of how many, what).
 
     Returns:
@@ -96,8 +99,11 @@ def make_data(
         if number < len(shards):
             continue
         tell(done, tokens, "answer tokens")
-        shard = _answer(engine, list(batch), number, settings)
-        save_atomically(shard, out / f"shard-{number:05d}.safetensors")
+        shard, hidden = _answer(engine, list(batch), number, settings, taps=taps)
+        path = out / f"shard-{number:05d}.safetensors"
+        if hidden is not None:  # first: a shard that is there is whole
+            save_atomically({"hidden": hidden}, feature_file(path, taps))
+        save_atomically(shard, path)
         done += _answer_tokens(shard)
     if done == 0:
         raise ValueError("there were no prompts to answer; give --prompts or more sources")
@@ -174,28 +180,35 @@ def _answer(
     number: int,
     settings: DataSettings,
     mix: tuple[float, ...] = TEMPERATURES,
-) -> dict[str, torch.Tensor]:
-    """Answers to a batch of prompts as a shard, at the temperatures of the mix in turn."""
-    rows, lengths, temperatures = [], [], []
+    taps: tuple[int, ...] = (),
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Answers to a batch of prompts as a shard, at the temperatures of the mix in turn, and hidden states if there are taps."""
+    rows, lengths, temperatures, hidden = [], [], [], []
     for place, temperature in enumerate(mix):
         mine = prompts[place :: len(mix)]
         if not mine:
             continue
         seeds = [settings.seed + number * BATCH + i for i in range(len(mine))]
-        results = engine.generate(
-            mine, seed=seeds, shape="off", max_new_tokens=settings.max_new_tokens, temperature=temperature
-        )
-        for text, result in zip(mine, results):
+        recorder = Recorder(taps)
+        with engine.drafting(recorder if taps else None):
+            results = engine.generate(
+                mine, seed=seeds, shape="off", max_new_tokens=settings.max_new_tokens, temperature=temperature
+            )
+        written = [engine.encode(text) + result.token_ids for text, result in zip(mine, results)]
+        recorded = recorder.rows([len(row) for row in written]) if taps else [None] * len(written)
+        for row, result, states in zip(written, results, recorded):
             if len(result.token_ids) >= FEWEST_TOKENS:
-                rows.append(engine.encode(text) + result.token_ids)
+                rows.append(row)
                 lengths.append(result.prompt_tokens)
                 temperatures.append(temperature)
-    return {
+                hidden += [] if states is None else [states]
+    shard = {
         "tokens": torch.tensor([t for row in rows for t in row], dtype=torch.int32),
         "row_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int32),
         "prompt_lengths": torch.tensor(lengths, dtype=torch.int32),
         "temperatures": torch.tensor(temperatures, dtype=torch.float32),
     }
+    return shard, torch.cat(hidden) if hidden else None
 
 
 def _answer_tokens(shard: dict[str, torch.Tensor]) -> int:
@@ -247,5 +260,5 @@ def make_held_out(
     if not prompts:
         raise ValueError(f"no prompt of {', '.join(tasks)} falls on the held-out side; give more prompts")
     settings = DataSettings(engine.name, "", 0, max_new_tokens, 0, ())
-    save_atomically(_answer(engine, prompts, 0, settings, (0.0,)), path)
+    save_atomically(_answer(engine, prompts, 0, settings, (0.0,))[0], path)
     return path

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from outrider.models.files import save_atomically
 from outrider.train.batches import Batch, batches, make_batch
 from outrider.train.features import Example
-from outrider.train.losses import LOSSES, head_loss, law_loss
+from outrider.train.losses import LOSSES, head_loss
 from outrider.train.students import Student
 
 Tell = Callable[[int, int, str], None]
@@ -37,6 +37,7 @@ class DistilSettings:
     Args:
         minutes: budget of wall clock.
         steps: unrolled steps, at least 1.
+        ramp: share of the budget over which they grow from one to all: early on, more text teaches more than deeper steps.
         loss: a name of `LOSSES`.
         rate: peak learning rate (of Muon, matched to AdamW's scale).
         batch_tokens: tokens of a batch, padding included.
@@ -44,6 +45,7 @@ class DistilSettings:
 
     minutes: float = 60.0
     steps: int = 4
+    ramp: float = 0.6
     loss: str = "kl"
     rate: float = 2e-3
     batch_tokens: int = 2048
@@ -55,6 +57,12 @@ class DistilSettings:
             raise ValueError(f"loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
         if self.minutes <= 0 or self.steps < 1 or self.rate <= 0 or self.batch_tokens < 64:
             raise ValueError("minutes, steps and rate must be above 0 and batch_tokens at least 64")
+        if not 0.0 <= self.ramp < 1.0:
+            raise ValueError(f"a ramp of {self.ramp} would never reach all steps; use 0 up to 1")
+
+    def steps_at(self, progress: float) -> int:
+        """Unrolled steps when this share of the budget is spent."""
+        return self.steps if progress >= self.ramp else 1 + int(self.steps * progress / self.ramp)
 
 
 class Trainer:
@@ -111,7 +119,7 @@ class Trainer:
 
     def train(
         self,
-        examples: list[Example],
+        examples: Callable[[], list[Example]],
         evaluate: Callable[[], dict[str, float]],
         tell: Tell = lambda done, total, what: None,
         every: float = 120.0,
@@ -120,6 +128,7 @@ class Trainer:
         """Train until the budget is spent, evaluating and saving every so many seconds.
 
         Args:
+            examples: what there is to learn from, asked anew at every pass: data may still be growing.
             patience: stop after this many evaluations without a longer acceptance length; 0 never does.
 
         Raises:
@@ -127,7 +136,8 @@ class Trainer:
         """
         budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
         while self.seconds < budget and not self.stalled(patience):
-            for batch in batches(examples, self.settings.batch_tokens, random.Random(self.settings.seed + self.passes)):
+            order = random.Random(self.settings.seed + self.passes)
+            for batch in batches(examples(), self.settings.batch_tokens, order):
                 start = time.perf_counter()
                 loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1
                 self.seconds += time.perf_counter() - start
@@ -157,7 +167,7 @@ class Trainer:
         warm = min(1.0, (self.updates + 1) / 50)
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = self.settings.rate * warm * max(0.02, 1.0 - progress)
-        loss = self.loss(batch)
+        loss = self.loss(batch, self.settings.steps_at(progress))
         if not torch.isfinite(loss):
             raise ValueError("the loss is not finite; lower --rate, or check the data and the target's dtype")
         loss.backward()
@@ -169,21 +179,14 @@ class Trainer:
         self.tokens += int(batch.written_BT.sum())
         return float(loss.detach())
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, steps: int) -> Tensor:
         """Mean over unrolled steps, later ones counting a little less."""
-        student, measure = self.student, LOSSES[self.settings.loss]
-        head_CD = getattr(student, "cut_CD", None)
-        total, weights = torch.zeros(()), 0.0
-        p_RC = student.target_logp(batch, batch.written_BT).exp_().to(torch.bfloat16)
+        student = self.student
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for step, out in enumerate(student.outputs(batch, self.settings.steps)):
-                out_RD, weight = out[batch.written_BT], 0.9**step
-                if head_CD is not None:
-                    value = head_loss(out_RD, head_CD, p_RC, measure)
-                else:
-                    value = law_loss(student.logq(out_RD), p_RC, measure)
-                total, weights = total + weight * value, weights + weight
-        return total / weights
+            outs_KRD = torch.stack([out[batch.written_BT] for out in student.outputs(batch, steps)])
+        losses_K = head_loss(outs_KRD, student.cut_CD, student.laws(batch), LOSSES[self.settings.loss])
+        weights_K = 0.9 ** torch.arange(len(losses_K))
+        return (losses_K * weights_K).sum() / weights_K.sum()
 
 
 @torch.no_grad()
@@ -200,6 +203,7 @@ def predicted_acceptance(student: Student, held_out: list[Example], depth: int =
         batch = make_batch([example])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             picks = [student.draft_ids[student.logq(out[0]).argmax(-1)] for out in student.outputs(batch, depth)]
+        picks += picks[-1:] * (depth - len(picks))
         right = torch.stack([pick[:-1] == example.ids[1:] for pick in picks])  # [depth, T - 1]
         at, end = example.prompt_length - 1, len(example.ids) - 1
         hits = [h + float(right[k, at:end].float().mean()) for k, h in enumerate(hits)]

@@ -155,13 +155,10 @@ def evaluate(
 
 
 def _run(engine: Engine, drafter: Any, ids: list[int], new: int, shape: str, options: dict[str, Any]) -> Run:
-    before, engine.drafter = engine.drafter, drafter
-    try:
+    with engine.drafting(drafter):
         start = time.perf_counter()
         result = engine.generate(ids, max_new_tokens=new, shape=shape, **options)
         seconds = time.perf_counter() - start
-    finally:
-        engine.drafter = before
     return Run(list(result.token_ids), seconds, result.stats.seconds["prefill"], result.stats)
 
 

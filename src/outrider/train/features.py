@@ -6,12 +6,13 @@ target's laws follow by its final norm and vocabulary head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +23,54 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 LONGEST = 512  # tokens of a training sequence; longer answers are cut
+
+
+class Recorder:
+    """Takes a drafter's place in the engine, drafts nothing, and keeps the target's hidden states of all that is written.
+
+    Args:
+        taps: which layers.
+    """
+
+    name = "recorder"
+
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self.hidden: list[list[Tensor]] = []
+
+    def begin(self, prompts: Sequence[Any], samplers: Sequence[Any], room: int, stream: int = 0) -> RecorderState:
+        """Record B further texts."""
+        new: list[list[Tensor]] = [[] for _ in prompts]
+        self.hidden += new
+        return RecorderState(new)
+
+    def rows(self, lengths: Sequence[int]) -> list[Tensor]:
+        """What was recorded of every text, [tokens, taps * D], as long as the texts: a last token, never read, has zeros."""
+        found = [torch.cat(parts).to(torch.bfloat16) for parts in self.hidden]
+        return [F.pad(rows[:length], (0, 0, 0, max(0, length - len(rows)))) for rows, length in zip(found, lengths)]
+
+
+class RecorderState:
+    """The texts in flight."""
+
+    def __init__(self, hidden: list[list[Tensor]]) -> None:
+        self.hidden = hidden
+
+    def propose(self, contexts: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
+        """Never asked for: recording goes with plain decoding."""
+        raise NotImplementedError("a recorder drafts nothing; decode with shape='off'")
+
+    def observe(self, verdicts: Sequence[Any]) -> None:
+        """Nothing to learn."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep recording only these."""
+        self.hidden = [self.hidden[row] for row in rows]
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Hidden states of tokens that the target has read."""
+        for kept, rows in zip(self.hidden, hidden):
+            kept.append(rows.clone())
 
 
 @dataclass(frozen=True)
@@ -66,12 +115,13 @@ def compute_features(
 
 
 def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safetensors") -> list[Example]:
-    """All answers of a data set with their hidden states.
+    """All answers of a data set whose hidden states are there.
 
     Raises:
         ValueError: when there are none.
     """
-    found = [example for shard in sorted(folder.glob(pattern)) for example in _of_shard(shard, taps)]
+    ready = [shard for shard in sorted(folder.glob(pattern)) if feature_file(shard, taps).exists()]
+    found = [example for shard in ready for example in _of_shard(shard, taps)]
     if not found:
         raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
     return found

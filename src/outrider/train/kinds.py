@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from outrider.models.feature_head import FeatureHead
 from outrider.models.files import save_atomically
+from outrider.models.mamba_drafter import MambaBlocks
 from outrider.train.distil import DistilSettings
 from outrider.train.features import Example
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
@@ -31,7 +33,7 @@ class Plan:
         core: of a head: "attention", "ssm" or "hybrid".
         taps: layers of the target that a head reads, the last layer last; by default about 1/4, 3/5 and the last.
         layers: blocks of a fresh stand-alone model; by default 3 of Mamba, 2 of a transformer.
-        init: a folder to start a llama from, as `prune` writes it.
+        init: a folder to start from: a drafter of the same kind to train on, or, for a llama, what `prune` writes.
         held_out: tasks, and FILE.jsonl, on whose held-out prompts acceptance is predicted.
     """
 
@@ -63,6 +65,8 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
             f"{engine.name} is of type {engine.model.config.model_type}, from which drafters cannot be distilled yet; use a "
             "llama-like target, or `outrider table`"
         )
+    if plan.init is not None and plan.kind in ("head", "mamba"):
+        return _known(engine, plan, Path(plan.init))
     vocab = engine.model.config.get_text_config().vocab_size
     path = run / "draft_ids.safetensors"
     if not path.exists():
@@ -84,6 +88,22 @@ def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSett
     head = new_head(engine, found, plan.taps or default_taps(engine), len(ids), settings.seed, plan.core)
     head.draft_ids = ids
     return HeadStudent(engine, head)
+
+
+def _known(engine: Engine, plan: Plan, folder: Path) -> Student:
+    """A trained head or Mamba, to be trained on."""
+    from outrider.drafters.folder import load_module
+
+    module = load_module(folder, engine.model).float()
+    if isinstance(module, MambaBlocks) and plan.kind == "mamba":
+        return MambaStudent(engine, module)
+    if isinstance(module, FeatureHead) and plan.kind == "head":
+        known = module.config
+        if known.core == plan.core and known.taps == (plan.taps or default_taps(engine)):
+            return HeadStudent(engine, module)
+    raise ValueError(
+        f"{folder} holds another drafter than the one asked for; start from one of the same kind, core and taps"
+    )
 
 
 def _llama(engine: Engine, plan: Plan, seed: int) -> Any:

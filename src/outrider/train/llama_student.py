@@ -25,6 +25,8 @@ from outrider.drafters.small_lm import ABOUT, DRAFT_IDS
 from outrider.models.convert import quiet_transformers
 from outrider.models.files import save_atomically
 from outrider.train.batches import Batch
+from outrider.train.losses import Laws
+from outrider.train.students import target_laws
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -62,17 +64,13 @@ class LlamaStudent:
         self.final_norm: nn.Module = base.norm
 
     def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """The final hidden states [B, T, D], the same at every step: nothing is read of the target."""
+        """The final hidden states [B, T, D] of the one step: nothing is read of the target."""
         base: Any = self.model.base_model
-        out = base(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
-        for _ in range(steps):
-            yield out
+        yield base(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
 
-    def target_logp(self, batch: Batch, where_BT: Tensor) -> Tensor:
-        """The target's laws cut to the draft vocabulary, log probabilities [R, C]."""
-        last_RD = batch.hidden_BTF[where_BT][:, -self.target_CD.shape[1] :].to(self.target_CD.dtype)
-        with torch.no_grad():
-            return F.linear(self.final_norm(last_RD), self.target_CD).float().log_softmax(-1)
+    def laws(self, batch: Batch) -> Laws:
+        """The target's laws at the written positions, cut to the draft vocabulary."""
+        return target_laws(batch, self.final_norm, self.target_CD)
 
     def logq(self, out_RD: Tensor) -> Tensor:
         """The drafter's laws, log probabilities [R, C]."""

@@ -3,7 +3,7 @@
 Losses over a large vocabulary are bound by memory, not by arithmetic: so the vocabulary head, the softmax and the gradient are
 computed together, a few rows at a time, and only the gradient with respect to the head's input is kept.
 
-Shapes: R positions, D width, C draft vocabulary.
+Shapes: K unrolled steps, R positions, D width, C draft vocabulary.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from torch import Tensor
 
 ROWS = 64  # rows whose logits fit into the cache
 
-Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""p [R, C] and log q [R, C] -> the loss of each row [R], and its gradient with respect to the logits of q [R, C]."""
+Measure = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""p, log p and log q, each [R, C] -> the loss of each row [R], and its gradient with respect to the logits of q [R, C]."""
+
+Laws = Callable[[slice], Tensor]
+"""Rows of the written positions -> the target's laws there, log probabilities [R, C]."""
 
 
-def kl(p_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
+def kl(p_RC: Tensor, logp_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q): covers all that the target may write."""
-    entropy = torch.special.entr(p_RC).sum(-1)
-    return -(p_RC * logq_RC).sum(-1) - entropy, logq_RC.exp() - p_RC
+    return torch.linalg.vecdot(p_RC, logp_RC - logq_RC), logq_RC.exp() - p_RC
 
 
-def reverse_kl(p_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_kl(p_RC: Tensor, logp_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
     """KL(q || p): keeps to what the target surely writes."""
-    q_RC = logq_RC.exp()
-    ratio_RC = logq_RC - p_RC.clamp(min=1e-9).log()
+    q_RC, ratio_RC = logq_RC.exp(), logq_RC - logp_RC
     value_R = (q_RC * ratio_RC).sum(-1)
     return value_R, q_RC * (ratio_RC - value_R[:, None])
 
 
-def total_variation(p_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
+def total_variation(p_RC: Tensor, logp_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q): the rejection rate of one sampled child."""
     q_RC = logq_RC.exp()
     slope_RC = 0.5 * (q_RC - p_RC).sign()
     return 0.5 * (p_RC - q_RC).abs().sum(-1), q_RC * (slope_RC - (q_RC * slope_RC).sum(-1, keepdim=True))
 
 
-def acceptance(p_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
+def acceptance(p_RC: Tensor, logp_RC: Tensor, logq_RC: Tensor) -> tuple[Tensor, Tensor]:
     """-log sum min(p, q): aimed at acceptance, with gradients that do not vanish where acceptance is low."""
     q_RC = logq_RC.exp()
     overlap_R = p_RC.minimum(q_RC).sum(-1).clamp(min=1e-8)
@@ -55,32 +56,28 @@ LOSSES: dict[str, Measure] = {"kl": kl, "reverse_kl": reverse_kl, "tv": total_va
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out_RD: Tensor, head_CD: Tensor, p_RC: Tensor, measure: Measure) -> Tensor:
-        grad_RD, total = torch.empty_like(out_RD), out_RD.new_zeros((), dtype=torch.float32)
-        for at in range(0, len(out_RD), ROWS):
+    def forward(ctx: Any, outs_KRD: Tensor, head_CD: Tensor, laws: Laws, measure: Measure) -> Tensor:
+        grads_KRD, totals_K = torch.empty_like(outs_KRD), torch.zeros(len(outs_KRD))
+        count = outs_KRD.shape[1]
+        for at in range(0, count, ROWS):
             rows = slice(at, at + ROWS)
-            logq = F.linear(out_RD[rows].to(head_CD.dtype), head_CD).float().log_softmax(-1)
-            value, slope = measure(p_RC[rows].float(), logq)
-            total += value.sum()
-            grad_RD[rows] = (slope.to(head_CD.dtype) @ head_CD).to(grad_RD.dtype)
-        ctx.save_for_backward(grad_RD / len(out_RD))
-        return total / len(out_RD)
+            logp_RC = laws(rows)
+            p_RC = logp_RC.exp()
+            for step, out_RD in enumerate(outs_KRD[:, rows]):
+                logq_RC = F.linear(out_RD.to(head_CD.dtype), head_CD).float().log_softmax(-1)
+                value_R, slope_RC = measure(p_RC, logp_RC, logq_RC)
+                totals_K[step] += value_R.sum()
+                grads_KRD[step, rows] = (slope_RC.to(head_CD.dtype) @ head_CD).to(grads_KRD.dtype)
+        ctx.save_for_backward(grads_KRD.div_(count))
+        return totals_K / count
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_RD,) = ctx.saved_tensors
-        return grad_RD * upstream[0], None, None, None
+        (grads_KRD,) = ctx.saved_tensors
+        return grads_KRD * upstream[0][:, None, None].to(grads_KRD.dtype), None, None, None
 
 
-def head_loss(out_RD: Tensor, head_CD: Tensor, p_RC: Tensor, measure: Measure) -> Tensor:
-    """Mean loss of the laws that a frozen vocabulary head makes of `out_RD`; differentiable in `out_RD` only."""
-    loss: Tensor = _HeadLoss.apply(out_RD, head_CD, p_RC, measure)
-    return loss
-
-
-def law_loss(logq_RC: Tensor, p_RC: Tensor, measure: Measure) -> Tensor:
-    """Mean loss of laws that come from a trainable head; differentiable through `logq_RC`."""
-    value_R, slope_RC = measure(p_RC.float(), logq_RC.detach())
-    # the gradient with respect to log q that gives `slope` with respect to the logits is `slope` itself: its rows sum to 0
-    surrogate = (slope_RC * logq_RC).sum(-1)
-    return (value_R + surrogate - surrogate.detach()).mean()
+def head_loss(outs_KRD: Tensor, head_CD: Tensor, laws: Laws, measure: Measure) -> Tensor:
+    """Mean losses [K] of the laws that a frozen vocabulary head makes of the outputs of K steps, differentiable in those only."""
+    losses: Tensor = _HeadLoss.apply(outs_KRD, head_CD, laws, measure)
+    return losses

@@ -18,6 +18,7 @@ from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig
 from outrider.models.scans import UnrolledScan
 from outrider.train.batches import Batch
 from outrider.train.features import Example
+from outrider.train.losses import Laws
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -34,13 +35,16 @@ class Student(Protocol):
     draft_ids: Tensor
     """Token ids of the draft vocabulary, [C]."""
 
+    cut_CD: Tensor
+    """Its vocabulary head, frozen."""
+
     def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Outputs [B, T, D] of every unrolled step: at step k a token lies k drafted tokens behind the target's text. A student
-        that reads nothing of the target gives the same at every step."""
+        that reads nothing of the target has one step: the others would be the same."""
         ...
 
-    def target_logp(self, batch: Batch, where_BT: Tensor) -> Tensor:
-        """The target's laws cut to the draft vocabulary, log probabilities [R, C]."""
+    def laws(self, batch: Batch) -> Laws:
+        """The target's laws at the written positions, cut to the draft vocabulary."""
         ...
 
     def logq(self, out_RD: Tensor) -> Tensor:
@@ -63,11 +67,9 @@ class Borrower:
         """The target's embeddings [B, T, D]."""
         return F.embedding(batch.ids_BT, self.embedding).float()
 
-    def target_logp(self, batch: Batch, where_BT: Tensor) -> Tensor:
-        """The target's laws cut to the draft vocabulary, log probabilities [R, C]."""
-        last_RD = batch.hidden_BTF[where_BT][:, -self.cut_CD.shape[1] :].to(self.cut_CD.dtype)
-        with torch.no_grad():
-            return F.linear(self.final_norm(last_RD), self.cut_CD).float().log_softmax(-1)
+    def laws(self, batch: Batch) -> Laws:
+        """The target's laws at the written positions, cut to the draft vocabulary."""
+        return target_laws(batch, self.final_norm, self.cut_CD)
 
     def logq(self, out_RD: Tensor) -> Tensor:
         """The drafter's laws, log probabilities [R, C]."""
@@ -103,10 +105,19 @@ class MambaStudent(Borrower):
         self.blocks = blocks
 
     def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
-        """Outputs [B, T, D], the same at every step."""
-        out = self.blocks(self.embed(batch))
-        for _ in range(steps):
-            yield out
+        """Outputs [B, T, D] of the one step."""
+        yield self.blocks(self.embed(batch))
+
+
+def target_laws(batch: Batch, final_norm: nn.Module, head_CD: Tensor) -> Laws:
+    """Laws behind the last of the stored hidden states."""
+    with torch.no_grad():
+        last_RD: Tensor = final_norm(batch.hidden_BTF[batch.written_BT][:, -head_CD.shape[1] :].to(head_CD.dtype))
+
+    def laws(rows: slice) -> Tensor:
+        return F.linear(last_RD[rows], head_CD).float().log_softmax(-1)
+
+    return laws
 
 
 def delay(x_BTD: Tensor) -> Tensor:
@@ -153,7 +164,7 @@ def new_head(
         )
     )
     head.draft_ids = frequent_tokens(examples, head.config.draft_vocab, config.vocab_size)
-    _initialize(head)
+    _initialize(head, engine)
     return head
 
 
@@ -181,13 +192,18 @@ def new_mamba(
         )
     )
     blocks.draft_ids = frequent_tokens(examples, blocks.config.draft_vocab, config.vocab_size)
-    _initialize(blocks)
+    _initialize(blocks, engine)
     return blocks
 
 
-def _initialize(module: nn.Module) -> None:
-    """Matrices that keep the size of what they read; those that add to the residual stream start at half of it."""
+def _initialize(module: FeatureHead | MambaBlocks, engine: Engine) -> None:
+    """Matrices that keep the size of what they read; those that add to the residual stream start at half of it. Outputs start
+    in the scale that the target's vocabulary head is used to."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 2:
             scale = 0.5 if name.split(".")[-2] in ("mixed", "down", "out_proj") else 1.0
             nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+    base: Any = engine.model.base_model
+    weight = module.out_norm.weight
+    with torch.no_grad():  # of a vector of ones, a norm leaves its weights, however it stores them
+        weight.copy_(base.norm(torch.ones(1, len(weight), dtype=engine.dtype, device=engine.model.device))[0])

@@ -110,9 +110,16 @@ def distil(
     check_data(engine, data)
     claim(out, asdict(plan), engine, write=False)
     if plan.init is not None and not (Path(plan.init) / "config.json").is_file():
-        raise ValueError(f"{plan.init} holds no model to start from; make one with `outrider prune --no-finetune`")
+        raise ValueError(
+            f"{plan.init} holds nothing to start from; give a drafter's folder, or what `outrider prune --no-finetune` writes"
+        )
     found, held = load_examples(engine, data, plan, tell)
     chosen = found if chosen is None else chosen
+    taps = plan_taps(engine, plan)
+
+    def feed() -> list[Example]:
+        return examples(data, taps) if chosen is found else chosen
+
     answered = sum(len(e.ids) - e.prompt_length for e in chosen)
     if answered < FEWEST_ANSWER_TOKENS:
         raise ValueError(
@@ -123,7 +130,7 @@ def distil(
     student = make_student(engine, plan, chosen, settings, out / "run")
     check_laws(engine, student, held[0])
     trainer = Trainer(student, settings, out / "run")
-    train(trainer, chosen, held, every, patience, tell)
+    train(trainer, feed, held, every, patience, tell)
     known = about(engine, data, **_facts(plan, settings, trainer, student, answered))
     save_student(engine, plan, student, out, known, _card(plan, known))
     known["measured_acceptance_length"] = measured_acceptance(engine, out, held)
@@ -131,14 +138,22 @@ def distil(
     return student, known
 
 
-def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[list[Example], list[Example]]:
-    """The training and the held-out answers with their hidden states, computed if they are not there yet."""
+def plan_taps(engine: Engine, plan: Plan) -> tuple[int, ...]:
+    """Layers whose hidden states a plan's training reads; the last one gives the target's laws.
+
+    Raises:
+        ValueError: when taps leave it out.
+    """
     taps = plan.taps or default_taps(engine)
     last = engine.model.config.get_text_config().num_hidden_layers - 1
     if taps[-1] != last:
         raise ValueError(f"taps {','.join(map(str, taps))} must end with the target's last layer, {last}")
-    if plan.kind != "head":
-        taps = (last,)
+    return taps if plan.kind == "head" else (last,)
+
+
+def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[list[Example], list[Example]]:
+    """The training and the held-out answers with their hidden states, computed if they are not there yet."""
+    taps = plan_taps(engine, plan)
     read_answers(data)
     held = make_held_out(engine, data, tasks=plan.held_out)
     compute_features(engine, data, taps, tell)
@@ -156,7 +171,7 @@ def check_laws(engine: Engine, student: Student, example: Example) -> None:
     from outrider.train.batches import make_batch
 
     batch = make_batch([example])
-    got_RC = student.target_logp(batch, batch.written_BT).exp()
+    got_RC = student.laws(batch)(slice(None)).exp()
     logits_TV = engine.model(input_ids=batch.ids_BT.to(engine.model.device), use_cache=False).logits[0]
     true_RC = logits_TV[batch.written_BT[0]][:, student.draft_ids].float().log_softmax(-1).exp()
     apart = float((got_RC - true_RC).abs().sum(-1).mean()) / 2
@@ -168,7 +183,12 @@ def check_laws(engine: Engine, student: Student, example: Example) -> None:
 
 
 def train(
-    trainer: Trainer, chosen: list[Example], held: list[Example], every: float, patience: int, tell: Tell
+    trainer: Trainer,
+    feed: Callable[[], list[Example]],
+    held: list[Example],
+    every: float,
+    patience: int,
+    tell: Tell,
 ) -> None:
     """Run the loop, keep the best weights, draw the curve."""
     best = trainer.out / "best.safetensors"
@@ -184,7 +204,7 @@ def train(
         tell(done, total, what)
 
     tell(int(trainer.seconds), int(trainer.settings.minutes * 60), "seconds of training")
-    trainer.train(chosen, evaluate, show, every, patience)
+    trainer.train(feed, evaluate, show, every, patience)
     if best.exists():
         trainer.module.load_state_dict(load_file(best))
 
@@ -194,16 +214,13 @@ def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -
     from outrider.drafters.catalog import make_drafter
 
     drafter = make_drafter(str(folder), engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
-    before, engine.drafter = engine.drafter, drafter
     emitted = rounds = 0
-    try:
+    with engine.drafting(drafter):
         for example in held[:: max(1, len(held) // MEASURED)][:MEASURED]:
             new = len(example.ids) - example.prompt_length
             prompt = example.ids[: example.prompt_length].tolist()
             stats = engine.generate(prompt, shape="chain5", max_new_tokens=new).stats
             emitted, rounds = emitted + stats.emitted, rounds + stats.rounds
-    finally:
-        engine.drafter = before
     return emitted / max(rounds, 1)
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.mamba_mixer import MambaMixer, Scan
+from outrider.models.norm import Norm
 
 CORES = ("attention", "ssm", "hybrid")
 
@@ -82,11 +83,11 @@ class FeatureHead(nn.Module):
         super().__init__()
         d, self.config = config.width, config
         self.head_size = d // config.num_heads
-        self.tap_norms = nn.ModuleList(nn.RMSNorm(d, eps=1e-5) for _ in config.taps)
+        self.tap_norms = nn.ModuleList(Norm(d) for _ in config.taps)
         self.fuse = nn.Linear(d * len(config.taps), d, bias=False)
-        self.token_norm, self.feature_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.token_norm, self.feature_norm = Norm(d), Norm(d)
         self.join = nn.Linear(2 * d, d, bias=False)
-        self.mixer_norm, self.ffn_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.mixer_norm, self.ffn_norm = Norm(d), Norm(d)
         self.attends, self.scans = config.core != "ssm", config.core != "attention"
         if self.attends:
             self.qkv = nn.Linear(d, (config.num_heads + 2 * config.num_kv_heads) * self.head_size, bias=False)
@@ -95,7 +96,7 @@ class FeatureHead(nn.Module):
             self.ssm = MambaMixer(d, config.ssm_heads, config.ssm_head_size, config.ssm_state)
         self.up = nn.Linear(d, 2 * config.ffn, bias=False)
         self.down = nn.Linear(config.ffn, d, bias=False)
-        self.out_norm = nn.RMSNorm(d, eps=1e-5)
+        self.out_norm = Norm(d)
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab))
 
     def features(self, hidden_BTF: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from outrider.api import Engine
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.oracle import OracleDrafter
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
-from outrider.models.selftest import tree_error, tree_model
+from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.models.tree_model import CachedTreeModel
 from outrider.options import Options
 from outrider.reference import reference_generate
@@ -176,7 +176,8 @@ def test_damaged_weights_are_refused_at_load(family: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "rwkv"])
 def test_every_way_scores_trees_right(family: str, way: str) -> None:
-    assert tree_error(WAYS[way](tiny(family))) < 1e-4
+    plain = Plain(tiny(family))
+    assert tree_error(WAYS[way](tiny(family)), plain) < 1e-4
 
 
 @pytest.mark.parametrize("way", WAYS)

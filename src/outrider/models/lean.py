@@ -151,8 +151,9 @@ class LeanTreeModel(CachedTreeModel):
         types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
+        self.unembed = Product(model.get_output_embeddings())  # the largest first: then the peak of memory is lowest
         self.blocks = [Block(layer, kind, gemma) for layer, kind in zip(base.layers, types)]
-        self.norm, self.unembed = Norm(base.norm, gemma), Product(model.get_output_embeddings())
+        self.norm = Norm(base.norm, gemma)
         self.rotary, self.typed_rotary = base.rotary_emb, gemma
         self.kinds = {block.kind for block in self.blocks}
         self.repeat = self.blocks[0].heads // self.blocks[0].groups

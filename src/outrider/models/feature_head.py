@@ -15,6 +15,7 @@ Shapes: B rows, T or N tokens, D width, H heads, E head size, C draft vocabulary
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -144,9 +145,14 @@ class FeatureHead(nn.Module):
 
 def rotary(positions_BN: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, 1, N, size / 2] of rotary positions."""
-    steps = torch.arange(0, size, 2, device=positions_BN.device, dtype=torch.float32) / size
-    angles = positions_BN[:, None, :, None].float() * theta**-steps
+    angles = positions_BN[:, None, :, None] * _frequencies(size, theta, positions_BN.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept for training as well
+        return theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
 
 
 def rotate(x_BHNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -176,7 +182,8 @@ def unrolled_attention(keys: list[Tensor], values: list[Tensor], window: int | N
         if window is not None:
             assert step < window
             seen_TT &= position[:, None] - position < window
-        scores = [(q_BHTE @ keys[0].mT).masked_fill(~seen_TT, torch.finfo(q_BHTE.dtype).min)]
+        known = q_BHTE @ keys[0].mT
+        scores = [known.masked_fill(~seen_TT, torch.finfo(known.dtype).min)]
         shifted = [(_delay(keys[j], step - j), _delay(values[j], step - j)) for j in range(1, step + 1)]
         scores += [(q_BHTE * k).sum(-1, keepdim=True) for k, _ in shifted]
         weights = torch.cat(scores, dim=-1).softmax(-1)

@@ -6,6 +6,7 @@ import json as jsonlib
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -328,6 +329,43 @@ def speed(
         _print_json(to_json(report, limit=limit))
     else:
         render(report, Console())
+
+
+@bench.command("round")
+def round_(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2 ...")] = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Tell where the milliseconds of a round go: drafting, verification, sampling, commit, Python."""
+    from outrider.bench.profile import plot, profile_rounds, render
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
+    prompts = [prompt.encode(engine) for prompt in load_tasks(tasks, limit)]
+    with progress("bench round", quiet=json) as tell:
+        options: dict[str, Any] = {"shape": shape, "temperature": temperature, "seed": seed}
+        found = profile_rounds(engine, prompts, max_new_tokens, tell, **options)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "round.json").write_text(jsonlib.dumps(found.to_json(), indent=1) + "\n")
+        plot(found, out / "round.png")
+    if json:
+        _print_json(found.to_json())
+    else:
+        render(found, Console())
 
 
 cli_train.register(app)

@@ -76,18 +76,10 @@ def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
     tokenizer, out = byte_tokenizer(), tmp_path / "out"
     tiny("llama", vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    args = [
-        "bench",
-        "round",
-        "--target",
-        str(tmp_path / "model"),
-        "--drafter",
-        "ngram",
-        "--dtype",
-        "fp32",
-        "--limit",
-        "2",
-    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abcabcabc"}) + "\n")
+    given = {"--target": tmp_path / "model", "--drafter": "ngram", "--dtype": "fp32", "--tasks": prompts}
+    args = ["bench", "round", *(str(part) for pair in given.items() for part in pair)]
     done = CliRunner().invoke(app, [*args, "--max-new-tokens", "6", "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == json.loads((out / "round.json").read_text())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from outrider.rounds import Round
 from outrider.tree import OFF, Shape
 
 
@@ -19,8 +20,8 @@ class Controller(Protocol):
         """The shape of the next round."""
         ...
 
-    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
-        """What a round of this shape drafted, emitted and took."""
+    def reward(self, done: Round) -> None:
+        """What a round drafted, emitted and took."""
         ...
 
 
@@ -34,7 +35,7 @@ class Fixed:
         """The shape."""
         return self.shape
 
-    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
+    def reward(self, done: Round) -> None:
         """Nothing to learn."""
 
 
@@ -76,15 +77,16 @@ class Bandit:
 
         return self.arms[max(self.arms, key=bound)]
 
-    def reward(self, shape: Shape, drafted: int, emitted: int, seconds: float) -> None:
+    def reward(self, done: Round) -> None:
         """Count a round towards its arm."""
-        name = shape.name if drafted else OFF.name
+        shape, seconds = done.shape, done.seconds
+        name = shape.name if done.drafted else OFF.name
         if name not in self.arms or seconds <= 0:
             return
         if shape.name != name and shape.name in self.arms and not self.pulls[shape.name]:
             return  # an arm that had nothing to draft is still to be tried
         # every arm fades, so that one that was bad long ago becomes uncertain and is tried again
-        for table, value in ((self.tokens, emitted), (self.seconds, seconds), (self.pulls, 1.0)):
+        for table, value in ((self.tokens, done.emitted), (self.seconds, seconds), (self.pulls, 1.0)):
             for arm in table:
                 table[arm] *= self.discount
             table[name] += value

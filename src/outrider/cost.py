@@ -74,42 +74,49 @@ class Acceptance:
 def tails(shape: Shape, chances: Sequence[Sequence[float]]) -> list[float]:
     """Per node of a shape, level by level: tokens expected to be accepted below it once it is; E[N] is 1 + that of the root."""
     counts, firsts = shape.flat
-    depths = node_depths(shape)
     found = [0.0] * len(counts)
-    for node in range(len(counts) - 1, -1, -1):
-        first, row = firsts[node], chances[min(depths[node], DEPTHS - 1)]
-        found[node] = sum(row[rank] * (1.0 + found[first + rank]) for rank in range(min(counts[node], RANKS)))
+    node = len(counts) - sum(shape.levels[-1]) if shape.depth else 0  # leaves of the last level have nothing below them
+    for depth in range(shape.depth - 1, -1, -1):
+        law = chances[min(depth, DEPTHS - 1)]
+        for _ in range(sum(shape.levels[depth - 1]) if depth else 1):
+            node -= 1
+            first, expected = firsts[node], 0.0
+            for rank in range(min(counts[node], RANKS)):
+                expected += law[rank] * (1.0 + found[first + rank])
+            found[node] = expected
     return found
 
 
-def node_depths(shape: Shape) -> list[int]:
-    """Depth of every node, level by level."""
-    return [0] + [depth for depth, level in enumerate(shape.levels, 1) for _ in range(sum(level))]
+def reached(shape: Shape, row: Walked) -> tuple[int, int, int | None]:
+    """How far another shape would have got in a round: tokens emitted for certain, and where certainty ends.
 
-
-def seen_by(
-    shape: Shape, row: Walked, found: Sequence[float], chances: Sequence[Sequence[float]]
-) -> tuple[float, bool]:
-    """Tokens that another shape would have emitted in a round, and whether that is certain.
-
-    Certain as long as its children were among those that were tried; from there on it is what `tails` (`found`) expects.
+    Returns:
+        Tokens, node, and the children of the node that are known to be wrong; None where the walk surely ends.
     """
     counts, firsts = shape.flat
-    node = depth = 0
+    node, emitted = 0, 1
     for rank in row.ranks:
         if rank >= counts[node]:
-            return 1.0 + depth, True
+            return emitted, node, None
         node = firsts[node] + rank
-        depth += 1
-    count, width = counts[node], row.width
-    if row.ended or count <= width:
-        return 1.0 + depth, True
-    if width == 0:
-        return 1.0 + depth + found[node], False
-    law, first = chances[min(depth, DEPTHS - 1)], firsts[node]
+        emitted += 1
+    return emitted, node, None if row.ended or counts[node] <= row.width else row.width
+
+
+def beyond(
+    shape: Shape, node: int, depth: int, width: int, found: Sequence[float], chances: Sequence[Sequence[float]]
+) -> float:
+    """Tokens expected below a node of a shape, given that its first `width` children are wrong.
+
+    Args:
+        found: what `tails` says of the shape.
+    """
+    if not width:
+        return found[node]
+    law, first = chances[min(depth, DEPTHS - 1)], shape.flat[1][node]
     left = 1.0 - sum(law[:width])
-    more = sum(law[rank] * (1.0 + found[first + rank]) for rank in range(width, min(count, RANKS)))
-    return 1.0 + depth + (more / left if left > 0 else 0.0), False
+    ranks = range(width, min(shape.flat[0][node], RANKS))
+    return sum(law[rank] * (1.0 + found[first + rank]) for rank in ranks) / left if left > 0 else 0.0
 
 
 def drafted_by(shape: Shape, row: Walked) -> int:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.cost import Acceptance, Fit, drafted_by, fastest_tree, seen_by, tails
+from outrider.cost import Acceptance, Fit, beyond, drafted_by, fastest_tree, reached, tails
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, Shape
 
 LARGEST_UNIT = 1e9
-REFRESH = 32  # rounds between updates of what unseen parts of trees are expected to bring
+REFRESH, SOON = 32, 8  # rounds between updates of what unseen parts of trees may bring; after a new shape was tried
 REGROW = 256  # rounds between searches for a better tree
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 BELIEVED = 2.0  # rounds that a shape's first estimate is worth
@@ -35,6 +35,8 @@ class _Arm:
         self.shape = shape
         self.levels, self.feeds = shape.depth, shape.feeds
         self.weight = self.emitted = self.nodes = 0.0
+        self.hoped = 0.0  # tokens expected where rounds did not tell what this shape would have met,
+        self.open: dict[tuple[int, int, int], float] = {}  # and where that was: (node, its depth, children known wrong)
         self.known = 0.0  # rounds in which it is certain what this shape would have emitted
         self.clocked = self.ratio = 0.0  # rounds drafted with it, and their seconds over those expected
         self.tails: list[float] = []
@@ -44,6 +46,29 @@ class _Arm:
         self.weight *= factor
         self.emitted *= factor
         self.nodes *= factor
+        self.hoped *= factor
+        self.known *= factor
+        self.open = {place: weight * factor for place, weight in self.open.items()}
+
+    def expect(self, chances: Sequence[Sequence[float]]) -> None:
+        """Think again about what was not told."""
+        self.tails = tails(self.shape, chances)
+        self.hoped = sum(
+            weight * beyond(self.shape, *place, self.tails, chances) for place, weight in self.open.items()
+        )
+
+    def hear(self, row: Walked, unit: float, chances: Sequence[Sequence[float]]) -> None:
+        """What this shape would have emitted and had verified in a round of whatever shape."""
+        emitted, node, width = reached(self.shape, row)
+        self.weight += unit
+        self.emitted += unit * emitted
+        self.nodes += unit * drafted_by(self.shape, row)
+        if width is None:
+            self.known += unit
+        else:
+            place = (node, emitted - 1, width)
+            self.open[place] = self.open.get(place, 0.0) + unit
+            self.hoped += unit * beyond(self.shape, *place, self.tails, chances)
 
 
 class Counterfactual:
@@ -72,6 +97,7 @@ class Counterfactual:
         self.unit = self.clock_unit = 1.0
         self.purse: float | None = None  # seconds that exploring may still cost
         self.rows, self.rounds, self.spread, self.up, self.down = 1, 0, 1.0, 0.0, 0.0
+        self.due = REFRESH  # the round in which to think again about unseen parts of trees
         self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
         self.chances = self.acceptance.chances()
         self.off = _Arm(OFF)
@@ -83,9 +109,9 @@ class Counterfactual:
 
     def _add(self, shape: Shape) -> _Arm:
         arm = self.arms[shape.name] = _Arm(shape)
-        arm.tails = tails(shape, self.chances)
-        arm.weight = BELIEVED * self.unit
-        arm.emitted, arm.nodes = arm.weight * (1.0 + arm.tails[0]), arm.weight * shape.nodes
+        arm.weight = arm.emitted = arm.open[0, 0, 0] = BELIEVED * self.unit
+        arm.nodes = arm.weight * shape.nodes
+        arm.expect(self.chances)
         return arm
 
     # -- choosing --------------------------------------------------------------------------------------------------
@@ -95,6 +121,8 @@ class Counterfactual:
         if not self.plain_weight or not self.arms:
             return OFF
         self._estimate()
+        if not self.asked:  # nobody knows yet what drafting takes: begin with little
+            return min(self.arms.values(), key=lambda arm: arm.levels).shape
         leader = self._leader()
         return (self._curious(leader) or leader).shape
 
@@ -106,7 +134,7 @@ class Counterfactual:
         per_round, per_node, per_level, per_feed = self._prices()
         own = self.clock_unit * OWN
         for arm in self.arms.values():
-            arm.length = arm.emitted / arm.weight
+            arm.length = (arm.emitted + arm.hoped) / arm.weight
             fed = per_level * arm.levels + per_feed * (rows * arm.feeds - arm.levels)
             expected = per_round + per_node * rows * arm.nodes / arm.weight + fed
             arm.seconds = expected * (own + arm.ratio) / (own + arm.clocked)
@@ -152,7 +180,7 @@ class Counterfactual:
         else:
             self._hear(done)
         self._clock(done)
-        if self.rounds % REFRESH == 0:
+        if self.rounds <= SOON or self.rounds >= self.due:
             self._refresh()
         if self.rounds % REGROW == REFRESH:
             self._regrow()
@@ -174,7 +202,6 @@ class Counterfactual:
         self.plain_weight *= clock
         for arm in (self.off, *self.arms.values()):
             arm.scale(text)
-            arm.known *= text
             arm.clocked *= clock
             arm.ratio *= clock
         self.unit *= text
@@ -187,31 +214,28 @@ class Counterfactual:
             self._notice(done.shape, row)
             self.acceptance.see(row, unit)
             for arm in self.arms.values():
-                emitted, certain = seen_by(arm.shape, row, arm.tails, self.chances)
-                arm.weight += unit
-                arm.emitted += unit * emitted
-                arm.nodes += unit * drafted_by(arm.shape, row)
-                if certain:
-                    arm.known += unit
+                arm.hear(row, unit, self.chances)
 
     def _notice(self, shape: Shape, row: Walked) -> None:
         """A cumulative sum of surprises; when it runs over, the text has changed, and what was learned of it weighs little."""
         arm = self.arms.get(shape.name)
         if arm is None:
             return
-        surprise = row.emitted - arm.emitted / arm.weight
+        surprise = row.emitted - (arm.emitted + arm.hoped) / arm.weight
         z = min(max(surprise / self.spread, -CLIP), CLIP)
         self.spread = max(LEAST_SPREAD, math.sqrt(0.95 * self.spread**2 + 0.05 * surprise * surprise))
         self.up, self.down = max(0.0, self.up + z - SLACK), max(0.0, self.down - z - SLACK)
         if self.up > ALARM or self.down > ALARM:
             self.up = self.down = 0.0
             self.unit /= FORGET
+            self.due = self.rounds
 
     def _clock(self, done: Round) -> None:
         """Seconds of a plain pass, of drafting and of a tree's pass; and what exploring has cost."""
         unit, rows, rest = self.clock_unit, len(done.rows), done.verify + done.commit
         loss, leader = 0.0, self._leader() if self.off.seconds else self.off
         if leader.shape.name != done.shape.name and leader.speed:
+            self.due = min(self.due, self.rounds + SOON)
             loss = done.seconds - done.emitted / rows / leader.speed
         if not done.drafted:
             expected = self.plain / self.plain_weight if self.plain_weight else rest
@@ -241,9 +265,10 @@ class Counterfactual:
             arm.ratio += unit * min(max(done.seconds / expected, 1 / ODD), ODD)
 
     def _refresh(self) -> None:
+        self.due = self.rounds + REFRESH
         self.chances = self.acceptance.chances(self.unit)
         for arm in self.arms.values():
-            arm.tails = tails(arm.shape, self.chances)
+            arm.expect(self.chances)
 
     def _regrow(self) -> None:
         """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""

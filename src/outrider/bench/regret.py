@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from outrider.controller import Bandit, Controller, Fixed
 from outrider.cost import drafted_by
 from outrider.counterfactual import Counterfactual
+from outrider.drafters.base import DraftState
+from outrider.drafters.catalog import ARMS
 from outrider.rounds import Round, Walked, walked
 from outrider.train.plots import picture
 from outrider.tree import OFF, Shape, parse_shape
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from outrider.api import Engine
     from outrider.bench.tasks import Prompt
 
-ARMS = ("chain1", "chain2", "chain4", "chain7", "3x2x1x1", "3x2x2x1x1", "3x3x2x1", "2x2x2x1x1x1", "1x1x3x1x1x1x1x1")
 RECORDED = "3x2x1x1x1x1x1x1"
 
 
@@ -152,17 +153,19 @@ def record(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, shape
         run, _ = engine._run([ids], "off", True, 0, {"max_new_tokens": max_new_tokens})
         for _ in run.pieces():
             pass
-        text = run.sequences[0].ids
-        drafting = engine.drafter.begin([ids], [run.sequences[0].sampler], max_new_tokens + asked.nodes + 8)
-        walks = []
-        for end in range(len(ids), len(text) - asked.depth):
-            (draft,) = drafting.propose([text[:end]], [asked])
-            tree = draft.tree
-            verdict = verify_coupled(tree, lambda node, tree=tree, end=end: text[end + tree.depths[node]])  # type: ignore[misc]
-            walks.append(walked(tree, verdict, asked))
-            drafting.observe([Verdict([0], text[end])])
-        streams.append(Stream(walks))
+        row = run.sequences[0]
+        drafting = engine.drafter.begin([ids], [row.sampler], max_new_tokens + asked.nodes + 8)
+        ends = range(len(ids), len(row.ids) - asked.depth)
+        streams.append(Stream([_walk_at(drafting, row.ids, end, asked) for end in ends]))
     return [stream for stream in streams if stream.walks]
+
+
+def _walk_at(drafting: DraftState, text: list[int], end: int, asked: Shape) -> Walked:
+    """What a tree drafted after `end` tokens would have met."""
+    (draft,) = drafting.propose([text[:end]], [asked])
+    verdict = verify_coupled(draft.tree, lambda node: text[end + draft.tree.depths[node]])
+    drafting.observe([Verdict([0], text[end])])
+    return walked(draft.tree, verdict, asked)
 
 
 def played(shape: Shape, walk: Walked) -> Walked:
@@ -226,6 +229,7 @@ def policies(arms: Sequence[Shape]) -> dict[str, Callable[[], Controller]]:
     return {
         "counterfactual": lambda: Counterfactual(arms),
         "UCB": lambda: Bandit(arms),
+        "UCB, paper's reward": lambda: Bandit(arms, form="paper"),
         "epsilon-greedy": lambda: EpsilonGreedy(arms),
         "EXP3": lambda: Exp3(arms),
     }

@@ -22,7 +22,8 @@ TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 BELIEVED = 2.0  # rounds that a shape's first estimate is worth
 OWN, ODD = 4.0, 1.5  # rounds before a shape's own clock counts as much as what is expected, and how far off one may be
 BETTER = 1.03  # a new tree takes the place of the one before when it promises to be faster by this factor
-OPTIMISM = 0.5  # of a shape of which one round is known
+OPTIMISM, ENOUGH = 0.5, 20.0  # of a shape of which one round is known; rounds after which a shape is known well enough
+CHEAP = 0.05  # trials that cost less than this share of a round are as good as one that does
 PURSE = 10.0  # most that exploring may have saved up, in plain rounds
 FORGET = 0.15  # weight left to rounds before a change of the text
 SLACK, ALARM, CLIP, LEAST_SPREAD = 0.5, 6.0, 3.0, 0.4  # of the two-sided cumulative sum that notices such a change
@@ -121,7 +122,7 @@ class Counterfactual:
         if not self.plain_weight or not self.arms:
             return OFF
         self._estimate()
-        if not self.asked:  # nobody knows yet what drafting takes: begin with little
+        if not self.drafts.count:  # nobody knows yet what drafting takes: begin with little
             return min(self.arms.values(), key=lambda arm: arm.levels).shape
         leader = self._leader()
         return (self._curious(leader) or leader).shape
@@ -152,18 +153,21 @@ class Counterfactual:
         return best if best.speed > self.off.speed else self.off
 
     def _curious(self, leader: _Arm) -> _Arm | None:
-        """Of the arms that might be faster than the leader, the one that costs least to try, if that can be paid."""
+        """Of the arms of which too little is known, and that might be faster than the leader, the one that promises most for what
+        a trial is expected to cost, if that can be paid."""
         purse = self.purse or 0.0
         if purse <= 0:
             return None
-        chosen, least = None, purse
+        chosen, most, floor = None, 0.0, CHEAP * leader.seconds
         for arm in (self.off, *self.arms.values()):
             known = arm.known / self.unit
-            if arm is leader or arm.speed * (1.0 + OPTIMISM / math.sqrt(known + 1e-3)) <= leader.speed:
+            if arm is leader or known >= ENOUGH:
                 continue
-            cost = arm.seconds - arm.length / leader.speed
-            if cost <= least:
-                chosen, least = arm, cost
+            doubt = OPTIMISM * (1.0 / math.sqrt(known + 1e-3) - 1.0 / math.sqrt(ENOUGH))
+            gain, cost = arm.speed * (1.0 + doubt) - leader.speed, arm.seconds - arm.length / leader.speed
+            worth = gain / max(cost, floor)
+            if cost <= purse and worth > most:
+                chosen, most = arm, worth
         return chosen
 
     # -- learning --------------------------------------------------------------------------------------------------

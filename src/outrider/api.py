@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +17,10 @@ from outrider.controller import Controller, Fixed
 from outrider.drafters.base import Drafter
 from outrider.drafters.catalog import TUNED, default_arms, make_controller, make_drafter, refresh
 from outrider.engine import Run
+from outrider.experience import Experience, Learner
+from outrider.machine import machine_name
 from outrider.models.catalog import DEFAULT
+from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.options import Options, fresh_seed, options_from
@@ -66,6 +69,7 @@ class Engine:
         self.target, self.selftest = tree_model(model)
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
         self._tuned: dict[tuple[str, int], tuple[Drafter, Controller]] = {}
+        self._experience: list[Experience] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,8 +170,7 @@ class Engine:
         run, seeds = self._run(prompts, shape, chat, seed, options)
         for _ in run.pieces():
             pass
-        results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
-        return results[0] if single else results
+        return self._results(run, seeds, single)
 
     def stream(
         self,
@@ -185,8 +188,7 @@ class Engine:
 
         def pieces() -> Generator[Piece, None, Any]:
             yield from run.pieces()
-            results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
-            return results[0] if single else results
+            return self._results(run, seeds, single)
 
         return pieces()
 
@@ -224,7 +226,25 @@ class Engine:
         key = name, id(self.drafter)
         if key not in self._tuned:
             self._tuned[key] = self.drafter, make_controller(name, self.drafter)
+            if name == "auto":
+                self._experience.append(Experience(cast(Learner, self._tuned[key][1]), self._about(self.drafter)))
         return self._tuned[key][1]
+
+    def _about(self, drafter: Drafter) -> dict[str, str]:
+        """What statistics belong to."""
+        return {
+            "target": fingerprint(self.model),
+            "drafter": drafter.name,
+            "machine": machine_name(self.model.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
+        """Of a run that has ended; what its controller learned is kept."""
+        for experience in self._experience:
+            experience.keep()
+        results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
+        return results[0] if single else results
 
     def _sequence(self, row: int, ids: list[int], options: Options, seed: int) -> Sequence:
         limit = self.target.context or len(ids) + options.max_new_tokens

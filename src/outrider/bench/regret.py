@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from outrider.controller import Bandit, Controller, Fixed
 from outrider.cost import drafted_by
 from outrider.counterfactual import Counterfactual
 from outrider.drafters.base import DraftState
 from outrider.drafters.catalog import ARMS
+from outrider.options import options_from
 from outrider.rounds import Round, Walked, walked
+from outrider.sampling import Sampler
 from outrider.train.plots import picture
 from outrider.tree import OFF, Shape, parse_shape
 from outrider.verify import Verdict, verify_coupled
@@ -143,20 +147,34 @@ def _walk_from(ranks: Sequence[int | None], at: int, depth: int) -> Walked:
     return Walked(tuple(found), 1024, False, 1024, True)
 
 
-def record(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int, shape: str = RECORDED) -> list[Stream]:
-    """Write plainly, then draft a tree at every position of what was written; the target is not asked again."""
+def record(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    shape: str = RECORDED,
+) -> list[Stream]:
+    """Write plainly, then draft a tree at every position of what was written; the target is not asked again.
+
+    Raises:
+        ValueError: without a drafter.
+    """
     if engine.drafter is None:
         raise ValueError("there is no drafter whose walks could be recorded; give one")
     asked, streams = parse_shape(shape), []
+    options = options_from({"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed})
     for prompt in prompts:
         ids = prompt.encode(engine)
-        run, _ = engine._run([ids], "off", True, 0, {"max_new_tokens": max_new_tokens})
-        for _ in run.pieces():
-            pass
-        row = run.sequences[0]
-        drafting = engine.drafter.begin([ids], [row.sampler], max_new_tokens + asked.nodes + 8)
-        ends = range(len(ids), len(row.ids) - asked.depth)
-        streams.append(Stream([_walk_at(drafting, row.ids, end, asked) for end in ends]))
+        text = ids + engine.generate(ids, shape="off", **vars(options)).token_ids
+        sampler = Sampler(
+            options, seed, len(ids), options.eos_ids(engine.model_eos), engine.target.vocab, engine.model.device
+        )
+        with torch.inference_mode():
+            drafting = engine.drafter.begin([ids], [sampler], max_new_tokens + asked.nodes + 8)
+            walks = [_walk_at(drafting, text, end, asked) for end in range(len(ids), len(text) - asked.depth)]
+        streams.append(Stream(walks))
     return [stream for stream in streams if stream.walks]
 
 

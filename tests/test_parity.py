@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from families import FAMILIES, VOCAB, tiny
@@ -22,6 +24,8 @@ from helpers import (
 )
 from outrider.api import Engine
 from outrider.drafters.oracle import OracleDrafter
+from outrider.rounds import Round
+from outrider.tree import Shape, parse_shape
 
 DEEP = ["llama", "gemma3", "qwen3_next", "mamba"]
 WIDE = [family for family in FAMILIES if family not in DEEP]
@@ -208,3 +212,45 @@ def test_every_child_a_drafter_proposes_is_what_its_law_says(family: str) -> Non
 
 def test_the_vocabulary_of_all_tiny_models_is_the_one_that_options_name() -> None:
     assert all(max(o.get("eos_token_id", [0])) < VOCAB for o in OPTIONS.values())
+
+
+# -- controllers ---------------------------------------------------------------------------------------------------------
+
+
+class Whim:
+    """A controller that takes any shape at any time."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rounds: list[Round] = []
+
+    def choose(self) -> Shape:
+        return parse_shape(self.random.choice(list(SHAPES.values())))
+
+    def reward(self, done: Round) -> None:
+        self.rounds.append(done)
+
+
+@pytest.mark.parametrize("drafter", ["same", "half", "ngram", "merged", "recurrent"])
+@pytest.mark.parametrize("family", DEEP)
+def test_whatever_a_controller_chooses_the_seed_fixes_the_text(family: str, drafter: str) -> None:
+    """Some engines retune while they run and the text changes with the machine's load; a shape must never show in the text."""
+    for key in ("greedy", "sampled", "penalties"):
+        options = OPTIONS[key]
+        wanted = expected(family, max_new_tokens=24, **options)
+        for shape in ("auto", "auto", Whim(1)):  # what was learned in one call is used in the next
+            result = engine(family, drafter).generate(list(PROMPT), shape=shape, max_new_tokens=24, **options)
+            assert result.token_ids == wanted, (key, shape)
+
+
+def test_a_controller_hears_what_happened() -> None:
+    whim = Whim(3)
+    result = engine("llama", "half").generate(list(PROMPT), shape=whim, max_new_tokens=40)
+    assert len(whim.rounds) == result.stats.rounds
+    assert sum(done.drafted for done in whim.rounds) == result.stats.drafted
+    assert sum(len(row.ranks) for done in whim.rounds for row in done.rows) == result.stats.accepted
+    assert sum(done.emitted for done in whim.rounds) == 40
+    assert all(done.seconds > 0 and done.verify > 0 for done in whim.rounds)
+    spent = result.stats.seconds
+    assert sum(done.draft for done in whim.rounds) == pytest.approx(spent["draft"])
+    assert sum(done.verify for done in whim.rounds) == pytest.approx(spent["verify"])

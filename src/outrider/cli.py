@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from outrider import cli_train
+from outrider import cli_plan, cli_train
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result
@@ -102,34 +102,49 @@ def generate(
     threads: Threads = None,
     trust_remote_code: Trust = False,
     show_draft: Annotated[bool, typer.Option("--show-draft", help="Colour tokens that were drafted.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show shapes, acceptance and speed while it runs.")] = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt, streaming."""
     text = _standard_input() if prompt == "-" else prompt
     if not text.strip():
         raise ValueError("the prompt is empty; give some text, or - to read standard input")
+    if watch and (json or show_draft):
+        raise ValueError("--watch draws a view of its own; leave out --json and --show-draft")
     start = time.perf_counter()
     engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
     loaded = time.perf_counter() - start
-    pieces = engine.stream(
-        text,
-        shape=shape,
-        chat=chat,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        rule=rule,
-        stop=stop or (),
-    )
-    result = _follow(pieces, None if json else Console(highlight=False, soft_wrap=True), show_draft)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "rule": rule,
+        "stop": stop or (),
+    }
+    console = None if json else Console(highlight=False, soft_wrap=True)
+    if watch:
+        result = _watch(engine, text, shape, chat, options)
+    else:
+        result = _follow(engine.stream(text, shape=shape, chat=chat, **options), console, show_draft)
     if json:
         _print_json(_result_json(engine, result, rule, loaded))
     else:
         Console(stderr=True, highlight=False, style="dim").print(_summary(engine, result), soft_wrap=True)
+
+
+def _watch(engine: Engine, text: str, shape: str, chat: bool, options: dict[str, Any]) -> Result:
+    from outrider.options import options_from
+    from outrider.watch import Watching, follow
+
+    watching = Watching(engine.controller(shape, options_from(options)))
+    result: Result = follow(
+        engine.stream(text, shape=watching, chat=chat, **options), watching, Console(highlight=False)
+    )
+    return result
 
 
 def _standard_input() -> str:
@@ -368,6 +383,7 @@ def round_(
         render(found, Console())
 
 
+cli_plan.register(app, bench)
 cli_train.register(app)
 
 

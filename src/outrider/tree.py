@@ -111,6 +111,23 @@ class Shape:
         """Number of distinct continuations: the largest level."""
         return max((sum(level) for level in self.levels), default=0)
 
+    @cached_property
+    def flat(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Per node, level by level: how many children it gets, and the index of the first. Not for best-first shapes."""
+        counts, firsts, frontier, free = [], [], 1, 1
+        for level in (*self.levels, ()):
+            for place in range(frontier):
+                counts.append(level[place] if place < len(level) else 0)
+                firsts.append(free)
+                free += counts[-1]
+            frontier = sum(counts[len(counts) - frontier :])
+        return tuple(counts), tuple(firsts)
+
+    @cached_property
+    def feeds(self) -> int:
+        """Nodes that the drafter itself must be fed to grow the tree: those that get children, the root among them."""
+        return self.budget or sum(count > 0 for level in self.levels for count in level)
+
     def cut(self, depth: int) -> Shape:
         """The same shape, no deeper than `depth`."""
         return self if depth >= self.depth else Shape(self.levels[: max(depth, 0)], self.name, self.budget)
@@ -175,7 +192,8 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
     """Read a shape as users write it.
 
     "off"; a chain as 5 or "chain5" or "5"; "3x2x2", "(3,2,2)" or (3, 2, 2); ragged paths as [[0], [0, 0], [1]] or
-    "[[0],[0,0],[1]]"; "best16" or "best16x6" for a best-first tree of 16 nodes (and depth 6).
+    "[[0],[0,0],[1]]", or by the name that such a shape gets, "tree:0,0.0,1"; "best16" or "best16x6" for a best-first tree of 16
+    nodes (and depth 6).
 
     Raises:
         ValueError: when it is none of these.
@@ -214,6 +232,8 @@ def _parse_text(text: str) -> Shape:
         return uniform((1,) * _count(int(match[1])))
     if re.fullmatch(r"\[(\[\d+(,\d+)*\],?)+\]", word):
         return from_paths([[int(r) for r in part.split(",")] for part in re.findall(r"\[([\d,]+)\]", word)])
+    if re.fullmatch(r"tree:\d+([.,]\d+)*", word):
+        return from_paths([[int(r) for r in part.split(".")] for part in word.removeprefix("tree:").split(",")])
     if re.fullmatch(r"\(?\d{1,6}([x,]\d{1,6})*,?\)?", word):
         return parse_shape([int(part) for part in re.findall(r"\d+", word)])
     raise ValueError(f"shape {text!r} is not understood; write 'auto', 'off', 'chain5', '3x2x2' or 'best16'")

@@ -265,7 +265,7 @@ def test_one_group_is_the_drafters_recurrence() -> None:
     b, c = (torch.randn(1, 6, K, dtype=torch.float64) for _ in range(2))
     dt, A, D = torch.rand(1, 6, H, dtype=torch.float64), -torch.rand(H, dtype=torch.float64), torch.randn(H).double()
     parents = [-1, 0, 0, 1, 1, 2]
-    log = ((dt * A).mT @ seen([parents]).double().mT)
+    log = (dt * A).mT @ seen([parents]).double().mT
     lean = ssd.tree(state, ssd.Factors(x, b, dt.mT, log), c, seen([parents]), D)
     grouped = ssd.masked_groups(state, c[:, :, None], ssd.as_linear(x, b[:, :, None], dt, A), seen([parents]))
     close(grouped + D[:, None] * x, lean)

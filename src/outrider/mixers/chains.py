@@ -93,9 +93,7 @@ class Plan:
                     held.index_copy_(0, slots, state.index_select(0, places))
                 at += going
 
-    def run(
-        self, known_Y: Tensor, step: Callable[..., Sequence[Tensor]], inputs_BN: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def run(self, known_Y: Tensor, step: Callable[..., Sequence[Tensor]], inputs_BN: Sequence[Tensor]) -> list[Tensor]:
         """What `step(states, *inputs)` gives for every node, [B, N, ...]; zeros for padding nodes.
 
         Args:

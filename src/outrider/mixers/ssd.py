@@ -3,12 +3,12 @@
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t b_t^T        y_t = h_t c_t + D x_t        A < 0
 
 The same in many forms: single steps; attention-like (`quadratic`) and in chunks for whole sequences; attention-like for the nodes
-of a tree. With groups, whose heads share b and c, it is the recurrence of `linear` with keys b, values dt x and log decays A dt:
-those forms take and leave out the skip D x. Decays between two tokens are exponentials of differences of summed logs, masked before the exponential:
-ratios of exponentials would overflow.
+of a tree. Decays between two tokens are exponentials of differences of summed logs, masked before the exponential: ratios of
+exponentials would overflow. With groups, it is the recurrence of `linear` with keys b, values dt x and log decays A dt: those
+forms take trees and leave out the skip D x.
 
-Shapes: B rows, T tokens, H heads, G groups, P head size, S state size, F or N nodes, M pending nodes, L nodes of a path, K chunks,
-Q tokens of a chunk, Y known states. Forms without G have one group.
+Shapes: B rows, T tokens, H heads, G groups, P head size, S state size, F or N nodes, M pending nodes, L nodes of a path,
+K chunks, Q tokens of a chunk, Y known states. Forms without G have one group.
 """
 
 from __future__ import annotations

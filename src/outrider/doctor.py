@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.report import capabilities, provenance
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.loading import list_models, pick_device, pick_dtype
 
 NODES = (1, 4, 8, 16, 32)
@@ -105,11 +106,14 @@ def _memory(tree_model: Any) -> dict[str, Any]:
     model = tree_model.model
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     short, longer = tree_model.begin([[0] * 2], 0).bytes(), tree_model.begin([[0] * 66], 0).bytes()
-    return {
+    found = {
         "weight_bytes": sum(weights.values()),
         "bytes_per_token": (longer - short) // 64,
         "state_bytes_per_node": tree_model.state_bytes_per_node(),
     }
+    if isinstance(tree_model, FactorTreeModel):
+        found["dense_bytes_per_node"] = tree_model.dense_bytes_per_node()
+    return found
 
 
 def _advice(report: dict[str, Any]) -> list[str]:

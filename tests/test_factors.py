@@ -16,7 +16,6 @@ from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, commit
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
 from outrider.mixers.rules import RULES
-from outrider.models import factor_model
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.selftest import tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
@@ -182,7 +181,7 @@ def test_every_way_gives_the_same_logits_and_states(family: str, way: str, monke
     """Rows of different trees, grown in two calls: each way against waves of single steps."""
     if family != "lfm2":  # whose layers are convolutions only
         used = []
-        monkeypatch.setattr(factor_model, "pick", lambda rule, nodes: used.append(rule) or way)
+        monkeypatch.setattr(target_of(family), "pick", lambda rule, nodes, numbers: used.append(rule) or way)
     target, waves = target_of(family), CachedTreeModel(tiny(family))
     states = [model.begin([list(p) for p in PROMPTS], 40) for model in (target, waves)]
     first = [[4, 8, 15], [16], [23, 42, 7, 9]], [[-1, 0, 0], [-1], [-1, 0, 1, 0]]

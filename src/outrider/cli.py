@@ -222,12 +222,15 @@ def doctor(
     dtype: DType = None,
     device: Device = None,
     trust_remote_code: Trust = False,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="Show, and measure once, which way scores which trees fastest.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Tell what this machine is good at, how models score trees on it, and what memory a run needs."""
     from outrider.doctor import examine, render
 
-    report = examine(target, drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    report = examine(target, drafter, topology, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if json:
         _print_json(report)
     else:

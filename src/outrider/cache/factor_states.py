@@ -21,8 +21,8 @@ from outrider.cache.nodes import Nodes
 from outrider.cache.recurrent import StateKey, StateSpec
 from outrider.mixers.rules import Rule
 
-Pick = Callable[[str, Nodes], str]
-"""The way to score these nodes under the rule of that name: "serial", "chains" or "masked"."""
+Pick = Callable[[str, Nodes, int], str]
+"""The way to score these nodes under the rule of that name, with a state of so many numbers: "serial", "chains" or "masked"."""
 
 
 class LayerStates:
@@ -194,7 +194,9 @@ class FactorStates:
     def recur(self, rule: Rule, x: Any) -> Tensor:
         """Outputs of new nodes in the entered layer."""
         assert self.nodes is not None
-        return self.entered.recur(rule, x, self.nodes, self.capacity, self.pick(rule.name, self.nodes))
+        assert self.entered.state_B is not None
+        way = self.pick(rule.name, self.nodes, self.entered.state_B[0].numel())
+        return self.entered.recur(rule, x, self.nodes, self.capacity, way)
 
     @property
     def wide(self) -> torch.dtype:

@@ -114,16 +114,15 @@ def plan(parents: Rows, start: int, nodes: int, device: torch.device, together: 
 
     Args:
         parents: of each row's nodes; rows may have fewer than `nodes`.
-        together: step the chains of a wave together; otherwise one chain after the other.
+        together: step the chains of a wave together; otherwise one chain of each row after the other.
     """
     chains: list[Chain] = []
     for row, row_parents in enumerate(parents):
-        for chain in heavy_light(row_parents, start):
+        for number, chain in enumerate(heavy_light(row_parents, start)):
             chain.row = row
+            if not together:
+                chain.wave = number
             chains.append(chain)
-    if not together:
-        for number, chain in enumerate(chains):
-            chain.wave = number
     slots = {(row, -1): row for row in range(len(parents))}
     known = sorted({(c.row, c.parent) for c in chains if 0 <= c.parent < start})
     for place in known:

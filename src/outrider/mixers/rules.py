@@ -46,7 +46,8 @@ class Rule(Protocol):
 class DeltaRule:
     """The gated delta rule with states [H, K, V]; takes `gated_delta.Inputs`."""
 
-    name = "gated delta"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def given(self, x: gated_delta.Inputs) -> Factors:
         """See `Rule`."""
@@ -100,5 +101,6 @@ class Duality:
         return ssd.after_groups(state, factors["k"], factors["u"], factors["g"])
 
 
-DELTA, DUALITY = DeltaRule(), Duality()
-RULES: dict[str, Rule] = {rule.name: rule for rule in (DELTA, DUALITY)}
+DELTA, DELTA_PER_CHANNEL = DeltaRule("gated delta"), DeltaRule("gated delta per channel")
+DUALITY = Duality()
+RULES: dict[str, Rule] = {rule.name: rule for rule in (DELTA, DELTA_PER_CHANNEL, DUALITY)}

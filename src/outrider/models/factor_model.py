@@ -6,10 +6,11 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from outrider.cache.factor_states import FactorStates
-from outrider.cache.nodes import Nodes
+from outrider.cache.factor_states import FactorStates, Pick
+from outrider.mixers.samples import Size
 from outrider.models.mixer_calls import missing
 from outrider.models.tree_model import NODES, CachedTreeModel, Unsupported
+from outrider.topology import Switch
 
 
 class FactorTreeModel(CachedTreeModel):
@@ -30,27 +31,32 @@ class FactorTreeModel(CachedTreeModel):
         if any(number for _, _, number in self.specs):
             raise Unsupported("a layer keeps several states of a kind")
         self.way = "factors, tree mask"
+        self.pick: Pick = Switch(self.device)
 
     def new_states(self, batch: int) -> FactorStates:
         """Recurrent states of so many rows."""
-        return FactorStates(self.specs, batch, NODES, self.device, pick, self.dtype)
+        return FactorStates(self.specs, batch, NODES, self.device, self.pick, self.dtype)
 
     @cached_property
-    def _factor_bytes(self) -> int:
+    def _probed(self) -> FactorStates:
+        """States after one node, in which every layer has shown what it is."""
         state = self.begin([[0]], 1)
         state.extend([[0]], [[-1]])
         assert isinstance(state.cache.states, FactorStates)
-        return state.cache.states.bytes_per_node()
+        return state.cache.states
 
     def state_bytes_per_node(self) -> int:
         """Memory of the factors of one pending node."""
-        return self._factor_bytes
+        return self._probed.bytes_per_node()
 
     def dense_bytes_per_node(self) -> int:
         """Memory of the dense states that they replace."""
         return super().state_bytes_per_node()
 
-
-def pick(rule: str, nodes: Nodes) -> str:
-    """How to score nodes: a lone node is stepped, others are scored at once."""
-    return "serial" if nodes.depth == 1 and nodes.largest == 1 else "masked"
+    def recurrences(self) -> set[tuple[str, Size]]:
+        """The rules of its layers and the sizes of their states."""
+        return {
+            (layer.rule.name, Size.of(layer.factors_BM["k"], layer.factors_BM["u"]))
+            for layer in self._probed.layers.values()
+            if layer.rule is not None
+        }

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from outrider.cache.factor_states import FactorStates
 from outrider.mixers import gated_delta, short_conv, ssd
-from outrider.mixers.rules import DELTA, DUALITY, DualityInputs
+from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs
 
 CONVOLUTION = "causal_conv1d_fn"
 """What mixers call their short convolution by."""
@@ -54,8 +54,10 @@ def gated_delta_rule(
     q, k, v, g, beta = (t.to(states.wide) for t in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = gated_delta.normalised(q), gated_delta.normalised(k)
-    x = gated_delta.Inputs(q * q.shape[-1] ** -0.5, k, v, g if g.ndim == 4 else g[..., None], beta)
-    return states.recur(DELTA, x).to(value.dtype), query.new_empty(0)
+    per_channel = g.ndim == 4
+    x = gated_delta.Inputs(q * q.shape[-1] ** -0.5, k, v, g if per_channel else g[..., None], beta)
+    o_BNHV = states.recur(DELTA_PER_CHANNEL if per_channel else DELTA, x)
+    return o_BNHV.to(value.dtype), query.new_empty(0)
 
 
 def mamba2_scan(

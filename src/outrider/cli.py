@@ -333,6 +333,37 @@ def speed(
         render(report, Console())
 
 
+@bench.command()
+def mixers(
+    repeat: Annotated[int, typer.Option(help="Times that everything is measured; the best counts.", min=1)] = 20,
+    layers: Annotated[int, typer.Option(help="Layers that commits are measured over.", min=1)] = 8,
+    plot: Annotated[str | None, typer.Option(help="Write a picture to this PNG file.")] = None,
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure how recurrent layers score trees and commit, against replaying paths and tokens."""
+    from pathlib import Path
+
+    import torch
+
+    from outrider.bench import mixers_report
+    from outrider.bench.mixers import run_mixers
+    from outrider.models.loading import pick_device
+    from outrider.progress import progress
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress("bench mixers", quiet=json) as tell:
+        report = run_mixers(pick_device(device), repeat, layers=layers, tell=tell)
+    if plot is not None:
+        mixers_report.plot(report, Path(plot))
+    if json:
+        _print_json(report)
+    else:
+        mixers_report.render(report, Console())
+
+
 cli_train.register(app)
 
 

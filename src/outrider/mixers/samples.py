@@ -52,6 +52,11 @@ def delta_inputs(
     return gated_delta.Inputs(q, k, normal(size.heads, size.value), decay, beta)
 
 
+def per_channel_inputs(size: Size, rows: int, nodes: int, device: torch.device) -> gated_delta.Inputs:
+    """Of the gated delta rule where every key channel decays on its own."""
+    return delta_inputs(size, rows, nodes, device, per_channel=True)
+
+
 def duality_inputs(size: Size, rows: int, nodes: int, device: torch.device) -> DualityInputs:
     """Of Mamba-2: states are [value, key]."""
     x = delta_inputs(size, rows, nodes, device)
@@ -60,7 +65,7 @@ def duality_inputs(size: Size, rows: int, nodes: int, device: torch.device) -> D
 
 INPUTS: dict[str, Callable[[Size, int, int, torch.device], Any]] = {
     DELTA.name: delta_inputs,
-    DELTA_PER_CHANNEL.name: lambda *args: delta_inputs(*args, per_channel=True),
+    DELTA_PER_CHANNEL.name: per_channel_inputs,
     DUALITY.name: duality_inputs,
 }
 """By the name of the rule."""

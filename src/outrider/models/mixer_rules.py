@@ -10,6 +10,7 @@ size, S state size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -86,6 +87,7 @@ def mamba2_scan(
 
 RECURRENCES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "gated_delta_sequence": partial(gated_delta_rule, use_qk_l2norm_in_kernel=True),  # of our own `gdn`
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
@@ -86,7 +87,12 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     if room is not None and room < LONGEST:
         raise ValueError(f"the model's context of {room} tokens is too short to test; it must hold at least {LONGEST}")
     notes: list[str] = []
-    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (LeanTreeModel, CachedTreeModel, StepwiseTreeModel)
+    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (
+        LeanTreeModel,
+        FactorTreeModel,
+        CachedTreeModel,
+        StepwiseTreeModel,
+    )
     limit = TOLERANCE.get(model.dtype, 1e-4)
     plain = Plain(model)
     for way in ways:
@@ -94,7 +100,7 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
             candidate = way(model)
             error = tree_error(candidate, plain)
         except Unsupported as reason:
-            notes.append(f"not {way.__name__}: {reason}")
+            notes += [f"not {way.__name__}: {reason}"] if str(reason) else []
             continue
         except (
             RuntimeError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -108,6 +109,45 @@ def test_prompts_of_one_token_and_texts_of_any_length() -> None:
                 for drafter in ("same", "half", "ngram", "merged"):
                     result = engine(family, drafter).generate(prompt, shape=(2, 2), max_new_tokens=new)
                     assert result.token_ids == expected(family, prompt, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "mss"])
+@pytest.mark.parametrize("family", DEEP)
+def test_branches_that_end_early_change_nothing_but_the_drafts(family: str, rule: str) -> None:
+    """A drafter may stop where it is unsure, even before its first token; what it has drafted is still verified exactly."""
+    drafting = Engine(tiny(family), None, family, lm(family, 1))
+    for key in ("greedy", "sampled"):
+        drafted = []
+        for least in ("", "@0.1", "@0.999"):
+            result = drafting.generate(
+                list(PROMPT), shape=f"best12x4{least}", max_new_tokens=NEW, rule=rule, **OPTIONS[key]
+            )
+            if rule == "coupled" or key == "greedy":
+                assert result.token_ids == expected(family, **OPTIONS[key])
+            drafted.append(result.stats.drafted / result.stats.rounds)
+        assert drafted[0] > drafted[1] > drafted[2]
+        assert drafted[2] < 1  # top-p may leave a single token, which is certain
+
+
+def test_a_branch_ends_exactly_where_its_path_becomes_improbable() -> None:
+    import torch
+
+    watch, model = Watch(lm("llama", 1)), tiny("llama", 1)
+    Engine(tiny("llama"), None, "llama", watch).generate(list(PROMPT), shape="best40x3@0.03", max_new_tokens=8)
+    seen = 0
+    for contexts, drafts, _ in watch.rounds:
+        tree = drafts[0].tree
+        for node in range(len(tree)):
+            path = tree.path_tokens(node)[1:]
+            logq = model(input_ids=torch.tensor([contexts[0] + path]), use_cache=False).logits[0].log_softmax(-1)
+            total = sum(float(logq[len(contexts[0]) - 1 + i, token]) for i, token in enumerate(path))
+            assert total >= math.log(0.03) - 1e-4
+            remaining = 8 - (len(contexts[0]) - len(PROMPT))
+            if tree.depths[node] < min(3, remaining - 1):
+                likely = (total + logq[-1]).topk(4).values.exp()
+                assert len(tree.children[node]) == int((likely >= 0.03).sum())
+                seen += len(tree.children[node])
+    assert seen > 5
 
 
 # -- acceptance: bugs of positions and states hide here, since the text stays right -------------------------------------

@@ -22,7 +22,7 @@ from outrider.bench.plan import (
     parse_change,
     plan,
 )
-from outrider.bench.probe import PROBES, Measured, Probing, measure, typical
+from outrider.bench.probe import PROBES, Measured, Probing, in_turns, measure, typical
 from outrider.bench.regret import Seconds, compare, play, record, regret_plot, synthetic
 from outrider.bench.tasks import Prompt
 from outrider.cli import app
@@ -136,6 +136,8 @@ def test_too_little_to_measure_is_one_sentence() -> None:
 class Ids:
     """A prompt that is token ids already."""
 
+    task = "ids"
+
     def __init__(self, ids: Any) -> None:
         self.ids = ids
 
@@ -151,6 +153,11 @@ def test_a_real_pair_is_measured_while_its_text_stays_the_same() -> None:
     assert found.chances[0][0] == pytest.approx(0.7, abs=0.12)
     assert found.chances[0][1] < 0.1
     assert Model(found).predict(parse_shape("chain4")).length == pytest.approx(2.77, abs=0.5)
+
+
+def test_tasks_take_turns_so_that_a_short_measurement_sees_all() -> None:
+    prompts = [Prompt(task, str(i), text="x") for task in ("a", "b") for i in range(3)] + [Prompt("c", "0", text="x")]
+    assert [prompt.task for prompt in in_turns(prompts)] == ["a", "b", "c", "a", "b", "a", "b"]
 
 
 def test_measuring_ends_with_its_time() -> None:

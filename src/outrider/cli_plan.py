@@ -87,7 +87,7 @@ def regret(
     ] = None,
     drafter: DrafterName = "auto",
     prompts: Prompts = "humaneval,gsm8k,mtbench",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 12,
+    limit: Annotated[int, typer.Option(help="Prompts of each task, spread evenly over it.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     node: Annotated[float, typer.Option(help="Time of a further node of a pass, in plain passes.")] = 0.02,
@@ -101,9 +101,12 @@ def regret(
 ) -> None:
     """Compare ways to choose shapes with the best fixed shape in hindsight, on the same text and the same clock."""
     from outrider.bench.regret import Seconds, compare, record, regret_plot, synthetic
+    from outrider.drafters.catalog import ARMS, default_arms
+    from outrider.tree import parse_shape
 
     if node < 0 or level < 0:
         raise ValueError("--node and --level are shares of a plain pass; give 0 or more")
+    arms = [parse_shape(name) for name in ARMS]
     if target is None:
         streams = [synthetic([(800, law) for law in ((0.8, 0.08, 0.03), (0.05, 0.03, 0.02)) * 2], seed)]
     else:
@@ -112,7 +115,8 @@ def regret(
 
         engine = load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code)
         streams = record(engine, load_tasks(prompts, limit), max_new_tokens, temperature=temperature, seed=seed)
-    found = compare(streams, Seconds(node=node, level=level), seed=seed)
+        arms = default_arms(engine.drafter) if engine.drafter else arms
+    found = compare(streams, Seconds(node=node, level=level), arms, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
     regret_plot(found, out / "regret.png")
     value = found.to_json()

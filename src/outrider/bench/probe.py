@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def measure(
     seed: int = 0,
     tell: Tell = lambda done, total, what: None,
 ) -> Measured:
-    """Write with the pair for some seconds, or until all prompts are answered, over shapes that take turns.
+    """Write with the pair for some seconds, or until all prompts are answered, over shapes that take turns. So do tasks.
 
     Raises:
         ValueError: without a drafter, without prompts, or when nothing could be measured in that time.
@@ -131,7 +132,7 @@ def measure(
         raise ValueError(f"nothing can be measured with {len(prompts)} prompts in {seconds:g} seconds; give more")
     probing = Probing([parse_shape(name) for name in PROBES])
     start, busy, outside = time.perf_counter(), 0.0, 0.0
-    for prompt in prompts:
+    for prompt in in_turns(prompts):
         begun, first = time.perf_counter(), len(probing.rounds)
         ids = prompt.encode(engine)
         pieces = engine.stream(ids, shape=probing, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
@@ -149,6 +150,16 @@ def measure(
         if seen[done.shape.name] > WARM_UP:
             counted.append(done)
     return Measured(counted, outside / busy if busy else 0.0)
+
+
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompt of every task, then the second ones, and so on: whenever time is over, all tasks had their share."""
+    place = Counter[str]()
+    numbered = []
+    for prompt in prompts:
+        numbered.append((place[prompt.task], prompt))
+        place[prompt.task] += 1
+    return [prompt for _, prompt in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _follow(pieces: Any, deadline: float) -> Any:

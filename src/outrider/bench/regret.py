@@ -21,7 +21,7 @@ from outrider.controller import Bandit, Controller, Fixed
 from outrider.cost import drafted_by
 from outrider.counterfactual import Counterfactual
 from outrider.drafters.base import DraftState
-from outrider.drafters.catalog import ARMS
+from outrider.drafters.catalog import ARMS, default_arms
 from outrider.options import options_from
 from outrider.rounds import Round, Walked, walked
 from outrider.sampling import Sampler
@@ -32,8 +32,6 @@ from outrider.verify import Verdict, verify_coupled
 if TYPE_CHECKING:
     from outrider.api import Engine
     from outrider.bench.tasks import Prompt
-
-RECORDED = "3x2x1x1x1x1x1x1"
 
 
 class EpsilonGreedy(Bandit):
@@ -154,16 +152,20 @@ def record(
     *,
     temperature: float = 0.0,
     seed: int = 0,
-    shape: str = RECORDED,
+    shape: str | None = None,
 ) -> list[Stream]:
     """Write plainly, then draft a tree at every position of what was written; the target is not asked again.
+
+    Args:
+        shape: of these trees; by default as deep as any of the drafter's arms, three wide at the root and two below it.
 
     Raises:
         ValueError: without a drafter.
     """
     if engine.drafter is None:
         raise ValueError("there is no drafter whose walks could be recorded; give one")
-    asked, streams = parse_shape(shape), []
+    deepest = max(arm.depth for arm in default_arms(engine.drafter))
+    asked, streams = parse_shape((3, 2, *[1] * (deepest - 2)) if shape is None else shape), []
     options = options_from({"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed})
     for prompt in prompts:
         ids = prompt.encode(engine)
@@ -286,7 +288,9 @@ class Comparison:
         }
 
 
-def compare(streams: Sequence[Stream], seconds: Seconds, arms: Sequence[str] = ARMS, seed: int = 0) -> Comparison:
+def compare(
+    streams: Sequence[Stream], seconds: Seconds, arms: Sequence[Shape | str] = ARMS, seed: int = 0
+) -> Comparison:
     """Every policy and every fixed shape once over the streams."""
     if not any(stream.walks for stream in streams):
         raise ValueError("the streams hold no text; write more tokens")

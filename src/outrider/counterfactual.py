@@ -103,6 +103,7 @@ class Counterfactual:
         self.chances = self.acceptance.chances()
         self.off = _Arm(OFF)
         self.grown: str | None = None
+        self.least, self.reach = max(((arm.least, arm.reach) for arm in arms), default=(0.0, 0))
         self.arms: dict[str, _Arm] = {}
         for arm in arms:
             if arm.depth:
@@ -285,6 +286,7 @@ class Counterfactual:
             return per_round + per_node * self.rows * shape.nodes + fed
 
         speed, shape = fastest_tree(self.chances, seconds, TREE_NODES, TREE_DEPTHS)
+        shape = shape.adapting(self.least, self.reach) if shape.depth else shape
         if shape.depth and shape.name not in self.arms:
             if self.grown is not None:
                 old = self.arms[self.grown]

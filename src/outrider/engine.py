@@ -87,12 +87,15 @@ class Run:
         pieces = []
         for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
             emitted = row.emit(tree, verdict, logits_BNV[i])
-            name = shape.name if tree.drafted else OFF.name
+            name = drafts[i].beyond or shape.name if tree.drafted else OFF.name
             tried = verdict.accepted + bool(tree.children[verdict.path[-1]])
             row.stats.add_round(name, tree.drafted, verdict.accepted, tried, len(emitted))
             pieces += emitted
-        walks = [walked(tree, verdict, one) for tree, verdict, one in zip(trees, verdicts, shapes)]
-        self.controller.reward(Round(shape, walks, **self.clock.since(before)))
+        # of trees that were not held to the shape, the controller of shapes learns nothing
+        kept = [i for i, draft in enumerate(drafts) if not draft.beyond]
+        walks = [walked(trees[i], verdicts[i], shapes[i]) for i in kept]
+        if walks:
+            self.controller.reward(Round(shape, walks, **self.clock.since(before)))
         self._drop_finished()
         return pieces
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 MAX_NODES = 1024
@@ -90,13 +90,16 @@ class Shape:
         budget: if positive, the tree is grown best first: nodes with the highest cumulative drafter probability, at most
             `budget` of them in all, each with at most `levels[d][0]` children.
         name: how users write it.
-        least: of best-first trees: a node that the drafter holds for less probable than this, its path included, is left out.
+        least: a node that the drafter holds for less probable than this, its path included, gets no children, and of a
+            best-first tree it is left out.
+        reach: how deep a drafter that costs nothing may go where it is asked first, whatever the levels say.
     """
 
     levels: tuple[tuple[int, ...], ...]
     name: str
     budget: int = 0
     least: float = 0.0
+    reach: int = 0
 
     @property
     def depth(self) -> int:
@@ -132,7 +135,28 @@ class Shape:
 
     def cut(self, depth: int) -> Shape:
         """The same shape, no deeper than `depth`."""
-        return self if depth >= self.depth else Shape(self.levels[: max(depth, 0)], self.name, self.budget, self.least)
+        if depth >= max(self.depth, self.reach):
+            return self
+        return replace(self, levels=self.levels[: max(depth, 0)], reach=min(self.reach, max(depth, 0)))
+
+    def adapting(self, least: float, reach: int) -> Shape:
+        """The same shape with branches that end early and lookups that go far; written with `@least` and `~reach` behind it.
+
+        Raises:
+            ValueError: for numbers that are no probability or no depth.
+        """
+        if not 0.0 <= least < 1.0:
+            raise ValueError(
+                f"no path has a probability of {least:g} or more; give a number from 0 to below 1, such as 0.05"
+            )
+        _count(reach)
+        name = re.split("[@~]", self.name)[0] + (f"@{least:g}" if least else "") + (f"~{reach}" if reach else "")
+        return replace(self, name=name, least=least, reach=reach)
+
+    @cached_property
+    def lookup(self) -> Shape:
+        """The chain that a drafter which costs nothing may draft, `reach` deep."""
+        return uniform((1,) * self.reach)
 
 
 OFF = Shape((), "off")
@@ -179,13 +203,9 @@ def best_first(budget: int, depth: int = 0, width: int = 4, least: float = 0.0) 
     drafts less, and soon (drafters without probabilities take no notice)."""
     if budget < 1 or width < 1:
         raise ValueError(f"a best-first tree of {budget} nodes is impossible; give at least 1")
-    if not 0.0 <= least < 1.0:
-        raise ValueError(
-            f"no path has a probability of {least:g} or more; give a number from 0 to below 1, such as 0.05"
-        )
     depth = depth or max(1, min(budget, (budget + 1) // 2, 8))
-    name = f"best{budget}x{depth}" + (f"@{least:g}" if least else "")
-    return _checked(Shape(((width,),) * depth, name, budget, least), budget)
+    shape = _checked(Shape(((width,),) * depth, f"best{budget}x{depth}", budget), budget)
+    return shape.adapting(least, 0)
 
 
 def _checked(shape: Shape, given: object) -> Shape:
@@ -203,7 +223,8 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
 
     "off"; a chain as 5 or "chain5" or "5"; "3x2x2", "(3,2,2)" or (3, 2, 2); ragged paths as [[0], [0, 0], [1]] or
     "[[0],[0,0],[1]]", or by the name that such a shape gets, "tree:0,0.0,1"; "best16" or "best16x6" for a best-first tree of 16
-    nodes (and depth 6), "best16x6@0.05" for one whose branches end where the drafter holds their path for less than 5 % probable.
+    nodes (and depth 6). With "@0.05" behind any of these, branches end where the drafter holds their path for less than 5 %
+    probable; with "~15", drafters that cost nothing may go 15 deep in a cascade.
 
     Raises:
         ValueError: when it is none of these.
@@ -234,10 +255,14 @@ def _count(number: int) -> int:
 
 def _parse_text(text: str) -> Shape:
     word = re.sub(r"\s", "", text.lower())
+    if match := re.fullmatch(r"([^@~]+)(?:@(\d?\.\d{1,6}))?(?:~(\d{1,6}))?", word):
+        word = match[1]
+    if match and (match[2] or match[3]):
+        return _parse_text(word).adapting(float(match[2] or 0), int(match[3] or 0))
     if word in ("off", "", "()", "0"):
         return OFF
-    if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?(?:@(\d?\.\d{1,6}))?", word):
-        return best_first(int(match[1]), int(match[2] or 0), least=float(match[3] or 0))
+    if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
+        return best_first(int(match[1]), int(match[2] or 0))
     if match := re.fullmatch(r"(?:chain)?(\d{1,6})", word):
         return uniform((1,) * _count(int(match[1])))
     if re.fullmatch(r"\[(\[\d+(,\d+)*\],?)+\]", word):

@@ -69,10 +69,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree and, per parent, its children in draw order. Two drawers of one token are two trials of one node."""
+    """A tree and, per parent, its children in draw order. Two drawers of one token are two trials of one node.
+
+    Args:
+        beyond: who drafted it, where that was not held to the shape that was asked for; else "".
+    """
 
     tree: TokenTree
     trials: dict[int, list[Trial]]
+    beyond: str = ""
 
 
 def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:

@@ -112,8 +112,10 @@ class Stopwatch:
         self.since = time.perf_counter()
 
 
-def _level(state: Any, shapes: Any, level: int) -> str:
-    return f"draft, level {level + 2}"
+def _level(state: Any) -> str:
+    """Which level a drafter is being fed for."""
+    growth = next(growth for growth in state.growths if growth.wanted)
+    return f"draft, level {growth.tree.depths[next(iter(growth.wanted))] + 1}"
 
 
 def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
@@ -132,7 +134,7 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
         (Run, "_round", REST, ""),
         (LMDraftState, "propose", "draft, bookkeeping", REST),
         (LMDraftState, "_catch_up", "draft, level 1", REST),
-        (LMDraftState, "_feed_frontier", _level, REST),
+        (LMDraftState, "_feed_wanted", _level, REST),
         (LMDraftState, "_choose_children", "draft, choosing children", REST),
         (LMDraftState, "observe", "commit, drafter", REST),
         (HeadDraftState, "observe", "commit, drafter", REST),

@@ -1,12 +1,14 @@
 """Several drafters in order of preference: the first that has something to propose drafts the round.
 
 Cheap and sure drafters come first: prompt lookup where it matches, else a table, else a model. Unlike a merged drafter only
-one of them is asked to do work that costs.
+one of them is asked to do work that costs. Where a shape has a `reach`, drafters that cost nothing draft as deep as that: how
+deep it pays to draft is another question for them than for the model behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.drafters.base import Drafter, DrafterTeam, DraftState, DraftStateTeam
 from outrider.drafters.merged import verdict_on
@@ -27,14 +29,19 @@ class CascadeDrafter(DrafterTeam):
     ) -> CascadeDraftState:
         """Begin all drafters, each with a random stream of its own."""
         states = self.begin_all(prompts, samplers, room, stream)
-        return CascadeDraftState(states)
+        return CascadeDraftState(states, [d.name if getattr(d, "free", False) else "" for d in self.drafters])
 
 
 class CascadeDraftState(DraftStateTeam):
-    """The drafters' sides of B sequences."""
+    """The drafters' sides of B sequences.
 
-    def __init__(self, states: Sequence[DraftState]) -> None:
+    Args:
+        free: the names of drafters that cost nothing, "" for others.
+    """
+
+    def __init__(self, states: Sequence[DraftState], free: Sequence[str]) -> None:
         super().__init__(states)
+        self.free = free
         self.asked: list[tuple[DraftState, list[Draft]]] = []
         self.chosen: list[Draft] = []
 
@@ -42,9 +49,12 @@ class CascadeDraftState(DraftStateTeam):
         """Per row the first tree that is more than its root."""
         self.asked = []
         chosen: list[Draft | None] = [None] * len(contexts)
-        for state in self.states:
-            wanted = [shape if draft is None else OFF for shape, draft in zip(shapes, chosen)]
+        for state, free in zip(self.states, self.free):
+            mine = [shape.lookup if free and shape.reach else shape for shape in shapes]
+            wanted = [shape if draft is None else OFF for shape, draft in zip(mine, chosen)]
             drafts = state.propose(contexts, wanted)
+            if free:
+                drafts = [replace(d, beyond=free) if s.reach and d.tree.drafted else d for d, s in zip(drafts, shapes)]
             self.asked.append((state, drafts))
             chosen = [new if old is None and new.tree.drafted else old for old, new in zip(chosen, drafts)]
             if all(draft is not None for draft in chosen):

@@ -32,6 +32,11 @@ NAMES = (
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
 FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")
 ARMS = ("chain2", "chain1", "chain4", "chain7", "3x2x1x1", "3x2x2x1x1", "3x3x2x1", "2x2x2x1x1x1", "1x1x3x1x1x1x1x1")
+LEAST, REACH = (
+    0.08,
+    15,
+)  # of the shapes that are chosen for models: where branches end, and how far lookups go before them
+TRUST = {2: 7, 3: 11, 4: 15}  # how deep a lookup before a model goes after a match of so many tokens
 TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 SHIPPED_KINDS = ("table", "head", "mamba")
 
@@ -76,8 +81,8 @@ def _named(
     name: str, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, loading: dict[str, Any]
 ) -> Drafter | None:
     if ">" in name:
-        stages = [make_drafter(part, target, tokenizer, **loading) for part in name.split(">")]
-        return CascadeDrafter([stage for stage in stages if stage is not None])
+        parts = [part for part in name.split(">") if part != "off"]
+        return CascadeDrafter([_stage(part, target, tokenizer, loading) for part in parts])
     if "+" in name:
         return make_drafter(name.split("+"), target, tokenizer, **loading)
     kind, _, rest = name.partition(":")
@@ -101,6 +106,13 @@ def _named(
     loaded = load_model(rest if kind == "lm" and rest else name, **loading)
     limit = shared_vocabulary(tokenizer, loaded.tokenizer, target.vocab, loaded.name)
     return LMDrafter(tree_model(loaded.model)[0], loaded.name, limit)
+
+
+def _stage(name: str, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, loading: dict[str, Any]) -> Drafter:
+    """A stage of a cascade, named by what is not "off"."""
+    if name == "ngram":
+        return NgramDrafter(trust=TRUST)
+    return cast(Drafter, make_drafter(name, target, tokenizer, **loading))
 
 
 def _model(target: TreeModel) -> PreTrainedModel:
@@ -127,10 +139,14 @@ def _shipped(kind: str, target: TreeModel) -> Drafter:
 
 
 def _auto(target: TreeModel) -> Drafter:
-    """What is there for this target, cheapest first: prompt lookup, then the shipped table, then the shipped head."""
+    """What is there for this target: prompt lookup, then the shipped head, or the shipped table where there is no head.
+
+    A table before a head takes rounds from it in which the head would have been right more often (`docs/drafters.md`)."""
     found = shipped(_model(target))
-    stages = [_from_folder(found[kind], target) for kind in ("table", "head") if kind in found]
-    return CascadeDrafter([NgramDrafter(), *stages]) if stages else NgramDrafter()
+    behind = next((found[kind] for kind in ("head", "table") if kind in found), None)
+    if behind is None:
+        return NgramDrafter()
+    return CascadeDrafter([NgramDrafter(trust=TRUST), _from_folder(behind, target)])
 
 
 def refresh(drafter: Drafter | None, target: TreeModel) -> None:
@@ -147,8 +163,10 @@ def refresh(drafter: Drafter | None, target: TreeModel) -> None:
 def default_arms(drafter: Drafter) -> list[Shape]:
     """Shapes that "auto" and "ucb" choose from: long chains and few branches where drafting is free, small trees where a model
     drafts, the shapes of Mamba Drafters and SpecInfer among them. The first is the one to take when none may be learned."""
-    free = set(re.split("[+>]", drafter.name)) <= FREE
-    return [parse_shape(text) for text in (FREE_ARMS if free else ARMS)]
+    if set(re.split("[+>]", drafter.name)) <= FREE:
+        return [parse_shape(text) for text in FREE_ARMS]
+    reach = REACH if isinstance(drafter, CascadeDrafter) else 0
+    return [parse_shape(text).adapting(LEAST, reach) for text in ARMS]
 
 
 def make_controller(given: Any, drafter: Drafter | None) -> Controller:

@@ -35,7 +35,20 @@ class _Growth:
     chain: list[int]  # pending nodes that lead to the root, the root last
     trials: dict[int, list[Trial]] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
-    scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, for best-first growth
+    wanted: dict[int, int] = field(default_factory=dict)  # fed nodes of the frontier -> how many children they get
+    scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, where the shape asks for it
+
+    def want(self, shape: Shape, level: int) -> list[int]:
+        """Choose the nodes of the frontier that get children at this level."""
+        counts = shape.levels[level] if level < shape.depth else ()
+        if shape.budget and counts:
+            best = sorted(self.frontier, key=lambda n: -self.scores[n])[: max(1, shape.budget // 2)]
+            self.wanted = {node: counts[0] for node in self.frontier if node in best}
+        else:
+            floor = math.log(shape.least) if shape.least else -math.inf
+            pairs = zip(self.frontier, counts)
+            self.wanted = {node: count for node, count in pairs if count and self.scores.get(node, 0.0) >= floor}
+        return list(self.wanted)
 
 
 class LMDrafter:
@@ -125,52 +138,40 @@ class LMDraftState:
             room = [limit - len(context) + offset for context, offset in zip(contexts, self.offsets)]
             shapes = [shape.cut(max(free, 0)) for shape, free in zip(shapes, room)]
             depth = max(shape.depth for shape in shapes)
+        for growth, shape in zip(self.growths, shapes):
+            growth.want(shape, 0)
         for level in range(depth):
             for row, growth in enumerate(self.growths):
-                if level < shapes[row].depth:
-                    self._choose_children(growth, self.samplers[row], shapes[row], level, logits[row])
-                else:
-                    growth.frontier = []
-            if level + 1 < depth:
-                logits = self._feed_frontier(shapes, level)
+                self._choose_children(growth, self.samplers[row], shapes[row], logits[row])
+            wanted = [growth.want(shape, level + 1) for growth, shape in zip(self.growths, shapes)]
+            if not any(wanted):
+                break
+            logits = self._feed_wanted()
         return [self._finish(growth, shape) for growth, shape in zip(self.growths, shapes)]
 
-    def _feed_frontier(self, shapes: Sequence[Shape], level: int) -> list[Tensor]:
+    def _feed_wanted(self) -> list[Tensor]:
         """Extend the drafter by the nodes that get children next; their logits per row, [F, V]."""
-        feeds: list[list[int]] = []
-        for growth, shape in zip(self.growths, shapes):
-            if level + 1 >= shape.depth:
-                feeds.append([])
-            elif shape.budget:
-                best = sorted(growth.frontier, key=lambda n: -growth.scores[n])[: max(1, shape.budget // 2)]
-                feeds.append([n for n in growth.frontier if n in best])  # logits come back in the frontier's order
-            else:
-                counts = shape.levels[level + 1]
-                feeds.append([n for i, n in enumerate(growth.frontier) if i < len(counts) and counts[i]])
         start = self.state.pending
+        feeds = [list(growth.wanted) for growth in self.growths]
         tokens = [[g.tree.tokens[n] for n in feed] for g, feed in zip(self.growths, feeds)]
         parents = [[g.fed[g.tree.parents[n]] for n in feed] for g, feed in zip(self.growths, feeds)]
-        if not any(feeds):
-            return [torch.empty(0)] * len(feeds)
         logits_BFV = self.state.extend(tokens, parents)
         for growth, feed in zip(self.growths, feeds):
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
         return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
 
-    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, level: int, logits_FC: Tensor) -> None:
+    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
-        fed = [n for n in growth.frontier if n in growth.fed]
+        fed, counts = list(growth.wanted), list(growth.wanted.values())
         growth.frontier = []
         if not fed:
             return
-        counts = [shape.levels[level][0]] * len(fed) if shape.budget else [c for c in shape.levels[level] if c]
-        counts = counts[: len(fed)]  # duplicate or impossible draws leave fewer nodes than the shape has room for
         scores_FC, ids_C = self._scores(growth, sampler, fed, logits_FC, shape)
         position = len(growth.context) + growth.tree.depths[fed[0]]
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
-        logq_FC = scores_FC.log_softmax(-1) if shape.budget else None
-        floor = math.log(shape.least) if shape.least else -math.inf
+        logq_FC = scores_FC.log_softmax(-1) if shape.budget or shape.least else None
+        floor = math.log(shape.least) if shape.budget and shape.least else -math.inf
         for place, node in enumerate(fed):
             for column, law in chosen[place]:
                 score = 0.0 if logq_FC is None else growth.scores[node] + float(logq_FC[place, column])

@@ -6,7 +6,7 @@ longer matches before shorter ones. Proposals are made without chance, so their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
@@ -18,27 +18,29 @@ class NgramDrafter:
 
     Args:
         longest, shortest: sizes of the n-grams looked up, longest first.
+        trust: how deep to draft after a match of so many tokens; sizes that are not named are trusted as deep as asked.
     """
 
     name = "ngram"
+    free = True
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+    def __init__(self, longest: int = 4, shortest: int = 2, trust: Mapping[int, int] | None = None) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-grams of {shortest} to {longest} tokens are impossible; give 1 <= shortest <= longest")
-        self.longest, self.shortest = longest, shortest
+        self.longest, self.shortest, self.trust = longest, shortest, dict(trust or {})
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
     ) -> NgramDraftState:
         """Start with empty indexes; they read the prompts at the first proposal."""
-        return NgramDraftState([NgramIndex(self.longest, self.shortest) for _ in prompts])
+        return NgramDraftState([NgramIndex(self.longest, self.shortest, self.trust) for _ in prompts])
 
 
 class NgramIndex:
     """Where each n-gram of one growing text ended: positions right after it, latest last."""
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        self.sizes = range(longest, shortest - 1, -1)
+    def __init__(self, longest: int, shortest: int, trust: Mapping[int, int]) -> None:
+        self.sizes, self.trust = range(longest, shortest - 1, -1), trust
         self.after: dict[tuple[int, ...], list[int]] = {}
         self.read = 0
 
@@ -57,7 +59,7 @@ class NgramIndex:
             if len(text) < size:
                 continue
             for end in reversed(self.after.get(tuple(text[-size:]), ())[-64:]):
-                branch = self._copy(text, end, depth)
+                branch = self._copy(text, end, min(depth, self.trust.get(size, depth)))
                 if not any(branch == other[: len(branch)] for other in found):
                     found.append(branch)
                 if len(found) >= most:

@@ -72,6 +72,7 @@ class TableDrafter:
     """
 
     name = "table"
+    free = True
 
     def __init__(self, table: NgramTable, least: float = 0.1) -> None:
         self.table, self.least = table, least

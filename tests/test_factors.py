@@ -15,15 +15,16 @@ from families import FAMILIES, VOCAB, tiny
 from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, committed_tensors, run, target_of
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
-from outrider.mixers.rules import RULES
+from outrider.mixers.rules import NAMES
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.selftest import tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 
 DELTA = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"]
 MAMBA2 = ["mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "bamba"]
-FACTORED = [*DELTA, *MAMBA2, "lfm2"]
-FEW = ["qwen3_next", "kimi_linear", "falcon_h1"]
+MAMBA1 = ["mamba", "falcon_mamba", "jamba"]
+FACTORED = [*DELTA, *MAMBA2, *MAMBA1, "lfm2"]
+FEW = ["qwen3_next", "kimi_linear", "falcon_h1", "mamba"]
 # transformers clamps time steps of these in a prefill, but not in a cached step, which a node is
 CLAMPED = ("nemotron_h", "zamba2")
 
@@ -200,7 +201,7 @@ def test_every_way_gives_the_same_logits_and_states(family: str, way: str, monke
         one, other = (committed_tensors(state, row) for state in states)
         assert_same_tensors(one, other, 1e-5)
     if family != "lfm2":
-        assert len(set(used)) == 1 and set(used) <= set(RULES)
+        assert len(set(used)) == 1 and set(used) <= set(NAMES)
 
 
 def test_commits_wait_until_the_state_is_needed() -> None:

@@ -4,7 +4,7 @@ Each takes the arguments of the function that it replaces, after the states that
 states, chunk sizes, limits that its cached single step does not know either) means nothing here.
 
 Shapes: B rows, N nodes, C convolved channels, J key heads, H value heads, K key size, V value size; for Mamba-2 G groups, P head
-size, S state size.
+size, S state size; for Mamba-1 D channels, S state size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from outrider.cache.factor_states import FactorStates
-from outrider.mixers import gated_delta, short_conv, ssd
-from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs
+from outrider.mixers import gated_delta, selective, short_conv, ssd
+from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs, SelectiveRule
 
 CONVOLUTION = "causal_conv1d_fn"
 """What mixers call their short convolution by."""
@@ -85,10 +85,38 @@ def mamba2_scan(
     return y_BNHP.contiguous(), x_BNHP.new_empty(0)
 
 
+def mamba_scan(
+    states: FactorStates,
+    x_BDN: Tensor,
+    dt_BDN: Tensor,
+    A_DS: Tensor,
+    b_BSN: Tensor,
+    c_BSN: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-1's recurrence, its gate z included; outputs [B, D, N]."""
+    if delta_bias is not None:
+        dt_BDN = dt_BDN + delta_bias.to(dt_BDN.dtype)[:, None]
+    if delta_softplus:
+        dt_BDN = F.softplus(dt_BDN)
+    x, dt, b, c = (t.mT.to(states.wide) for t in (x_BDN, dt_BDN, b_BSN, c_BSN))
+    y_BDN = states.recur(SelectiveRule(A_DS.to(states.wide)), selective.Inputs(x, dt, b, c)).mT
+    if D is not None:
+        y_BDN = y_BDN + x_BDN * D[:, None]
+    if z is not None:
+        y_BDN = y_BDN * F.silu(z)
+    return y_BDN, x_BDN.new_empty(0)
+
+
 RECURRENCES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "gated_delta_sequence": partial(gated_delta_rule, use_qk_l2norm_in_kernel=True),  # of our own `gdn`
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
+    "mamba_selective_scan": mamba_scan,
 }
 """By the name that mixers call the recurrence over a block by."""

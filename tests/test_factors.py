@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from families import FAMILIES, VOCAB, tiny
+from families import FAMILIES, MORE, VOCAB, tiny
 from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, committed_tensors, run, target_of
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
@@ -78,6 +78,18 @@ def test_every_known_recurrence_is_scored_with_factors(family: str) -> None:
     if family in FACTORED:
         assert isinstance(model.begin([[1]]).cache.states, FactorStates)
         assert 0 < model.state_bytes_per_node() < model.dense_bytes_per_node()
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_near_relatives_too_or_the_reason_is_told(family: str) -> None:
+    target, tested = tree_model(tiny(family))
+    if family == "zamba":
+        assert tested.way == "waves of single steps"
+        assert any("one per head" in note for note in tested.notes)
+        return
+    assert tested.way == "factors, tree mask"
+    for ids, state in rounds(target, family, 4, 4):
+        assert_same_tensors(committed_tensors(state), committed_tensors(target.begin([ids])), 1e-5)
 
 
 def test_a_hooked_mixer_is_stepped_and_the_reason_is_told() -> None:

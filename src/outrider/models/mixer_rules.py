@@ -98,7 +98,13 @@ def mamba_scan(
     delta_softplus: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-1's recurrence, its gate z included; outputs [B, D, N]."""
+    """Mamba-1's recurrence, its gate z included; outputs [B, D, N].
+
+    Raises:
+        NotImplementedError: where a layer has one such recurrence per head.
+    """
+    if not states.is_flat:
+        raise NotImplementedError("a layer runs several recurrences, one per head")
     if delta_bias is not None:
         dt_BDN = dt_BDN + delta_bias.to(dt_BDN.dtype)[:, None]
     if delta_softplus:

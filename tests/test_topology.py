@@ -90,8 +90,9 @@ def test_without_measurements_a_fixed_rule_decides() -> None:
     switch = Switch(CPU)
     assert switch("gated delta", nodes(1, 1), 4096) == "serial"
     assert switch("gated delta", nodes(9, 3), 4096) == "masked"
-    assert switch("gated delta per channel", nodes(9, 3), 4096) == "masked"
-    assert switch("gated delta per channel", nodes(17, 3), 4096) == "chains"
+    assert switch("gated delta per channel", nodes(8, 3), 4096) == "masked"
+    assert switch("gated delta per channel", nodes(9, 3), 4096) == "chains"
+    assert switch("mamba-1", nodes(3, 3), 4096) == "chains"
     assert Switch(CPU, [entry("gated delta", SMALL, {"8": "chains"}, machine="another")])(
         "gated delta", nodes(9, 3), 4096
     ) == ("masked")

@@ -100,7 +100,7 @@ def static_way(rule: str, kind: str, nodes: int) -> str:
     channel for every pair in the delta rule."""
     if nodes == 1:
         return "serial"
-    if rule == SelectiveRule.name or (rule == DELTA_PER_CHANNEL.name and nodes > 16):
+    if rule == SelectiveRule.name or (rule == DELTA_PER_CHANNEL.name and nodes > 8):
         return "chains"
     return "masked"
 
@@ -146,7 +146,10 @@ class Switch:
 def time_ways(
     rule: str, size: Size, parents: Sequence[int], device: torch.device, ways: Sequence[str] = WAYS, repeat: int = 5
 ) -> dict[str, float]:
-    """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns."""
+    """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns.
+
+    A way that is far behind after its first turn gets no further ones.
+    """
     pending = Pending(1)
     start, waves = pending.add([parents], len(parents))
     nodes = Nodes(pending, [parents], start, waves, device)
@@ -155,6 +158,8 @@ def time_ways(
     best = dict.fromkeys(ways, math.inf)
     for number in range(repeat + 1):
         for way in ways:
+            if number > 1 and best[way] > 5 * min(best.values()):
+                continue
             began = time.perf_counter()
             float(layer.recur(kind, x, nodes, len(parents), way).flatten()[0])  # a value waits for the device
             if number:  # the first time makes plans and buffers

@@ -16,6 +16,7 @@ from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, commit
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
 from outrider.mixers.rules import NAMES
+from outrider.models import tree_model as module
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.selftest import tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
@@ -90,6 +91,16 @@ def test_near_relatives_too_or_the_reason_is_told(family: str) -> None:
     assert tested.way == "factors, tree mask"
     for ids, state in rounds(target, family, 4, 4):
         assert_same_tensors(committed_tensors(state), committed_tensors(target.begin([ids])), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "zamba"])
+def test_a_prompt_in_pieces_leaves_the_state_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' Mamba-1 layers begin anew with every block; zamba's have one recurrence per head."""
+    target, prompt = tree_model(tiny(family))[0], [(7 * i + 3) % VOCAB for i in range(17)]
+    whole = committed_tensors(target.begin([prompt]))
+    for piece in (1, 2, 5):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", piece)
+        assert_same_tensors(committed_tensors(target.begin([prompt])), whole, 1e-5)
 
 
 def test_a_hooked_mixer_is_stepped_and_the_reason_is_told() -> None:

@@ -324,3 +324,16 @@ def test_a_mamba_1_tree_grown_in_calls_is_the_tree_in_one() -> None:
     for a, b in ((0, 1), (1, 6), (6, 10)):
         known = selective.Factors(*(t[:, :b] for t in held))
         close(selective.masked(state, x.c_BNS[:, a:b], known, A, seen([BUSHY])[:, :b, :b]), whole[:, a:b])
+
+
+def test_mamba_1_sequences_equal_single_steps() -> None:
+    torch.manual_seed(10)
+    state, (x, A) = torch.randn(2, H, K, dtype=torch.float64), selective_inputs(2, 7)
+    before = state.clone()
+    y, last = selective.sequence(state, x, A)
+    assert torch.equal(state, before)
+    for row in range(2):
+        for token in range(7):
+            out, then = selective_definition(state[row], x, A, row, list(range(token + 1)))
+            close(y[row, token], out)
+        close(last[row], then)

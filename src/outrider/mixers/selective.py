@@ -10,7 +10,7 @@ Decays depend on channel and state entry, so there is no product of matrices in 
 ancestor, and stepping chains is mostly faster.
 
 Shapes: B rows, N new nodes, M pending nodes with the new ones last, X nodes below one, F nodes stepped at once, L nodes of a
-path, D channels, S state size, Y known states.
+path, T tokens, D channels, S state size, Y known states.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ def step(state_FDS: Tensor, dt_FD: Tensor, w_FD: Tensor, b_FS: Tensor, c_FS: Ten
     """One token of each of F nodes: outputs [F, D]. The states are changed in place."""
     state_FDS.mul_((dt_FD[..., None] * A_DS).exp_()).addcmul_(w_FD[..., None], b_FS[:, None])
     return ((state_FDS @ c_FS[..., None])[..., 0],)
+
+
+def sequence(state_BDS: Tensor, x: Inputs, A_DS: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole sequences from a state, token by token: outputs [B, T, D] and the state after them."""
+    state_BDS, outputs = state_BDS.clone(), []
+    for dt_BD, w_BD, b_BS, c_BS in zip(*(t.unbind(1) for t in (*factors(x), x.c_BNS))):
+        outputs += step(state_BDS, dt_BD, w_BD, b_BS, c_BS, A_DS=A_DS)
+    return torch.stack(outputs, dim=1), state_BDS
 
 
 def chains(known_YDS: Tensor, x: Inputs, A_DS: Tensor, plan: Plan) -> Tensor:

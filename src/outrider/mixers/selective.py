@@ -54,7 +54,8 @@ def step(state_FDS: Tensor, dt_FD: Tensor, w_FD: Tensor, b_FS: Tensor, c_FS: Ten
 
 def sequence(state_BDS: Tensor, x: Inputs, A_DS: Tensor) -> tuple[Tensor, Tensor]:
     """Whole sequences from a state, token by token: outputs [B, T, D] and the state after them."""
-    state_BDS, outputs = state_BDS.clone(), []
+    state_BDS = state_BDS.clone()
+    outputs: list[Tensor] = []
     for dt_BD, w_BD, b_BS, c_BS in zip(*(t.unbind(1) for t in (*factors(x), x.c_BNS))):
         outputs += step(state_BDS, dt_BD, w_BD, b_BS, c_BS, A_DS=A_DS)
     return torch.stack(outputs, dim=1), state_BDS

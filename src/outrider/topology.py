@@ -148,7 +148,7 @@ def time_ways(
 ) -> dict[str, float]:
     """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns.
 
-    A way that is far behind after its first turn gets no further ones.
+    A way that is far behind after two turns gets no further ones.
     """
     pending = Pending(1)
     start, waves = pending.add([parents], len(parents))
@@ -158,7 +158,7 @@ def time_ways(
     best = dict.fromkeys(ways, math.inf)
     for number in range(repeat + 1):
         for way in ways:
-            if number > 1 and best[way] > 5 * min(best.values()):
+            if number > 2 and best[way] > 5 * min(best.values()):
                 continue
             began = time.perf_counter()
             float(layer.recur(kind, x, nodes, len(parents), way).flatten()[0])  # a value waits for the device

@@ -11,11 +11,18 @@ from families import tiny
 from helpers import PROMPT, expected, lm, oracle
 from outrider.api import Engine
 from outrider.controller import Bandit, Fixed
+from outrider.counterfactual import Counterfactual
 from outrider.drafters.catalog import default_arms, make_controller
 from outrider.drafters.ngram import NgramDrafter
-from outrider.tree import OFF, parse_shape
+from outrider.rounds import Round, Walked
+from outrider.tree import OFF, Shape, parse_shape
 
 ARMS = [parse_shape(text) for text in ("chain2", "chain4", "3x2x1")]
+
+
+def round_of(shape: Shape, emitted: int, seconds: float, drafted: int) -> Round:
+    """A round of one row that accepted everything along its first path."""
+    return Round(shape, [Walked((0,) * (emitted - 1), 0, False, drafted, drafted == shape.nodes)], verify=seconds)
 
 
 def play(bandit: Bandit, speeds: dict[str, float], rounds: int, draft: bool = True) -> list[str]:
@@ -25,7 +32,7 @@ def play(bandit: Bandit, speeds: dict[str, float], rounds: int, draft: bool = Tr
         shape = bandit.choose()
         chosen.append(shape.name)
         emitted = shape.depth + 1
-        bandit.reward(shape, shape.nodes if draft else 0, emitted, emitted / speeds[shape.name])
+        bandit.reward(round_of(shape, emitted, emitted / speeds[shape.name], shape.nodes if draft else 0))
     return chosen
 
 
@@ -69,7 +76,7 @@ def test_every_arm_is_tried_once_and_off_is_always_one() -> None:
 def test_rounds_in_which_nothing_was_drafted_tell_what_plain_decoding_costs() -> None:
     bandit = Bandit(ARMS)
     shape = bandit.choose()
-    bandit.reward(shape, 0, 1, 0.01)
+    bandit.reward(round_of(shape, 1, 0.01, 0))
     assert bandit.choose() == shape
     assert bandit.pulls[shape.name] == 0
 
@@ -77,15 +84,16 @@ def test_rounds_in_which_nothing_was_drafted_tell_what_plain_decoding_costs() ->
 def test_a_shape_that_is_no_arm_or_took_no_time_teaches_nothing() -> None:
     bandit = Bandit(ARMS)
     before = dict(bandit.pulls)
-    bandit.reward(parse_shape("best12"), 12, 3, 1.0)
-    bandit.reward(ARMS[0], 2, 3, 0.0)
+    bandit.reward(round_of(parse_shape("best12"), 3, 1.0, 12))
+    bandit.reward(round_of(ARMS[0], 3, 0.0, 2))
     assert bandit.pulls == before
 
 
 def test_controllers_are_made_of_what_users_write() -> None:
     drafter = NgramDrafter()
-    assert isinstance(make_controller("auto", drafter), Bandit)
-    assert isinstance(make_controller(None, drafter), Bandit)
+    assert isinstance(make_controller("auto", drafter), Counterfactual)
+    assert isinstance(make_controller(None, drafter), Counterfactual)
+    assert isinstance(make_controller("ucb", drafter), Bandit)
     assert make_controller("auto", None).choose() == OFF
     assert make_controller((3, 2), None).choose() == OFF
     assert make_controller((3, 2), drafter).choose() == parse_shape("3x2")
@@ -121,12 +129,13 @@ def test_a_really_slow_drafter_is_switched_off_and_the_text_is_the_same() -> Non
     assert result.stats.shapes["off"] > result.stats.rounds / 2
 
 
-def test_the_bandit_never_changes_the_text() -> None:
+@pytest.mark.parametrize("shape", ["auto", "ucb"])
+def test_a_controller_that_learns_never_changes_the_text(shape: str) -> None:
     for family in ("llama", "mamba", "qwen3_next"):
         for drafter in ("ngram", lm(family, 1), lm(family), [lm("mamba", 1), "ngram"]):
             tuned = Engine(tiny(family), None, family, drafter)
             for given in ({}, {"temperature": 0.8, "seed": 5}):
-                result = tuned.generate(list(PROMPT), max_new_tokens=40, **given)  # shape="auto"
+                result = tuned.generate(list(PROMPT), shape=shape, max_new_tokens=40, **given)
                 assert result.token_ids == expected(family, max_new_tokens=40, **given)
                 assert sum(result.stats.shapes.values()) == result.stats.rounds
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from families import FAMILIES, VOCAB, tiny
@@ -22,6 +25,8 @@ from helpers import (
 )
 from outrider.api import Engine
 from outrider.drafters.oracle import OracleDrafter
+from outrider.rounds import Round
+from outrider.tree import Shape, parse_shape
 
 DEEP = ["llama", "gemma3", "qwen3_next", "mamba"]
 WIDE = [family for family in FAMILIES if family not in DEEP]
@@ -104,6 +109,45 @@ def test_prompts_of_one_token_and_texts_of_any_length() -> None:
                 for drafter in ("same", "half", "ngram", "merged"):
                     result = engine(family, drafter).generate(prompt, shape=(2, 2), max_new_tokens=new)
                     assert result.token_ids == expected(family, prompt, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "mss"])
+@pytest.mark.parametrize("family", DEEP)
+def test_branches_that_end_early_change_nothing_but_the_drafts(family: str, rule: str) -> None:
+    """A drafter may stop where it is unsure, even before its first token; what it has drafted is still verified exactly."""
+    drafting = Engine(tiny(family), None, family, lm(family, 1))
+    for key in ("greedy", "sampled"):
+        drafted = []
+        for least in ("", "@0.1", "@0.999"):
+            result = drafting.generate(
+                list(PROMPT), shape=f"best12x4{least}", max_new_tokens=NEW, rule=rule, **OPTIONS[key]
+            )
+            if rule == "coupled" or key == "greedy":
+                assert result.token_ids == expected(family, **OPTIONS[key])
+            drafted.append(result.stats.drafted / result.stats.rounds)
+        assert drafted[0] > drafted[1] > drafted[2]
+        assert drafted[2] < 1  # top-p may leave a single token, which is certain
+
+
+def test_a_branch_ends_exactly_where_its_path_becomes_improbable() -> None:
+    import torch
+
+    watch, model = Watch(lm("llama", 1)), tiny("llama", 1)
+    Engine(tiny("llama"), None, "llama", watch).generate(list(PROMPT), shape="best40x3@0.03", max_new_tokens=8)
+    seen = 0
+    for contexts, drafts, _ in watch.rounds:
+        tree = drafts[0].tree
+        for node in range(len(tree)):
+            path = tree.path_tokens(node)[1:]
+            logq = model(input_ids=torch.tensor([contexts[0] + path]), use_cache=False).logits[0].log_softmax(-1)
+            total = sum(float(logq[len(contexts[0]) - 1 + i, token]) for i, token in enumerate(path))
+            assert total >= math.log(0.03) - 1e-4
+            remaining = 8 - (len(contexts[0]) - len(PROMPT))
+            if tree.depths[node] < min(3, remaining - 1):
+                likely = (total + logq[-1]).topk(4).values.exp()
+                assert len(tree.children[node]) == int((likely >= 0.03).sum())
+                seen += len(tree.children[node])
+    assert seen > 5
 
 
 # -- acceptance: bugs of positions and states hide here, since the text stays right -------------------------------------
@@ -208,3 +252,45 @@ def test_every_child_a_drafter_proposes_is_what_its_law_says(family: str) -> Non
 
 def test_the_vocabulary_of_all_tiny_models_is_the_one_that_options_name() -> None:
     assert all(max(o.get("eos_token_id", [0])) < VOCAB for o in OPTIONS.values())
+
+
+# -- controllers ---------------------------------------------------------------------------------------------------------
+
+
+class Whim:
+    """A controller that takes any shape at any time."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rounds: list[Round] = []
+
+    def choose(self) -> Shape:
+        return parse_shape(self.random.choice(list(SHAPES.values())))
+
+    def reward(self, done: Round) -> None:
+        self.rounds.append(done)
+
+
+@pytest.mark.parametrize("drafter", ["same", "half", "ngram", "merged", "recurrent"])
+@pytest.mark.parametrize("family", DEEP)
+def test_whatever_a_controller_chooses_the_seed_fixes_the_text(family: str, drafter: str) -> None:
+    """Some engines retune while they run and the text changes with the machine's load; a shape must never show in the text."""
+    for key in ("greedy", "sampled", "penalties"):
+        options = OPTIONS[key]
+        wanted = expected(family, max_new_tokens=24, **options)
+        for shape in ("auto", "auto", Whim(1)):  # what was learned in one call is used in the next
+            result = engine(family, drafter).generate(list(PROMPT), shape=shape, max_new_tokens=24, **options)
+            assert result.token_ids == wanted, (key, shape)
+
+
+def test_a_controller_hears_what_happened() -> None:
+    whim = Whim(3)
+    result = engine("llama", "half").generate(list(PROMPT), shape=whim, max_new_tokens=40)
+    assert len(whim.rounds) == result.stats.rounds
+    assert sum(done.drafted for done in whim.rounds) == result.stats.drafted
+    assert sum(len(row.ranks) for done in whim.rounds for row in done.rows) == result.stats.accepted
+    assert sum(done.emitted for done in whim.rounds) == 40
+    assert all(done.seconds > 0 and done.verify > 0 for done in whim.rounds)
+    spent = result.stats.seconds
+    assert sum(done.draft for done in whim.rounds) == pytest.approx(spent["draft"])
+    assert sum(done.verify for done in whim.rounds) == pytest.approx(spent["verify"])

@@ -15,7 +15,7 @@ from outrider.drafters.lm import LMDrafter
 from outrider.drafters.oracle import OracleDrafter
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
-from outrider.models.selftest import tree_error, tree_model
+from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 from outrider.options import Options
 from outrider.reference import reference_generate
@@ -194,7 +194,8 @@ def test_every_way_scores_trees_right(family: str, way: str) -> None:
         with pytest.raises(Unsupported):
             FactorTreeModel(tiny(family))
         return
-    assert tree_error(WAYS[way](tiny(family))) < 1e-4
+    plain = Plain(tiny(family))
+    assert tree_error(WAYS[way](tiny(family)), plain) < 1e-4
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "factors"])

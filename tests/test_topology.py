@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from families import tiny
 from helpers import target_of
 from outrider import topology, topology_report
+from outrider.machine import machine_name
 from outrider.mixers import samples
 from outrider.mixers.rules import NAMES
 from outrider.mixers.samples import Size
 from outrider.models.factor_model import FactorTreeModel
-from outrider.topology import Entry, Switch, kind_of, load_table, machine_name, measure, store, time_ways
+from outrider.topology import Entry, Switch, kind_of, load_table, measure, store, time_ways
 
 CPU = torch.device("cpu")
 SMALL, LARGE = Size(2, 4, 8, 8), Size(2, 4, 64, 64)

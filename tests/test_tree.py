@@ -129,6 +129,13 @@ def test_best_first_shapes() -> None:
     assert parse_shape("best16x6") == best_first(16, 6)
     assert best_first(16, 6).depth == 6
     assert best_first(1).depth == 1
+    assert (
+        parse_shape("best16x6@0.05") == best_first(16, 6, least=0.05) == parse_shape(best_first(16, 6, least=0.05).name)
+    )
+    assert parse_shape("best16@.5").cut(2).least == 0.5 and parse_shape("best16").least == 0.0
+    for impossible in ("best16@1.0", "best16@2.5"):
+        with pytest.raises(ValueError, match="probability"):
+            parse_shape(impossible)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +179,10 @@ def test_every_way_to_write_a_shape(given: Any, levels: tuple) -> None:
         "best0",
         "best0x3",
         "best99999",
+        "best8@",
+        "best8@5",
+        "best8@-0.1",
+        "chain5@0.1",
         "chain9999999",
         "chain2000",
         "3x0x2",

@@ -8,16 +8,19 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.controller import Controller, Fixed
 from outrider.drafters.base import Drafter
-from outrider.drafters.catalog import default_arms, make_controller, make_drafter, refresh
+from outrider.drafters.catalog import TUNED, default_arms, make_controller, make_drafter, refresh
 from outrider.engine import Run
+from outrider.experience import Experience, Learner
+from outrider.machine import machine_name
 from outrider.models.catalog import DEFAULT
+from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.options import Options, fresh_seed, options_from
@@ -65,7 +68,8 @@ class Engine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.target, self.selftest = tree_model(model)
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
-        self._auto = make_controller("auto", self.drafter)
+        self._tuned: dict[tuple[str, int], tuple[Drafter, Controller]] = {}
+        self._experience: list[Experience] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,7 +155,7 @@ class Engine:
 
         Args:
             prompt: text, chat messages, token ids, or a list of these for a batch.
-            shape: "auto", "off", or anything `parse_shape` reads.
+            shape: "auto", "ucb", "off", anything `parse_shape` reads, or a `Controller`.
             chat: put a text into the tokenizer's chat template.
             seed: one for all rows, or one per row.
             options: see `Options`.
@@ -166,8 +170,7 @@ class Engine:
         run, seeds = self._run(prompts, shape, chat, seed, options)
         for _ in run.pieces():
             pass
-        results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
-        return results[0] if single else results
+        return self._results(run, seeds, single)
 
     def stream(
         self,
@@ -185,8 +188,7 @@ class Engine:
 
         def pieces() -> Generator[Piece, None, Any]:
             yield from run.pieces()
-            results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
-            return results[0] if single else results
+            return self._results(run, seeds, single)
 
         return pieces()
 
@@ -210,15 +212,39 @@ class Engine:
         used = [fresh if one is None else one for one in seeds]
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
-        controller = self._controller(shape, options[0])
+        controller = self.controller(shape, options[0])
         return Run(self.target, self.drafter, controller, sequences), used
 
-    def _controller(self, shape: Any, options: Options) -> Controller:
-        auto = shape is None or (isinstance(shape, str) and shape == "auto")
-        if auto and options.rule == "mss" and options.seed is not None and self.drafter is not None:
-            # the bandit listens to the clock; under mss the text depends on the shape, and a seed must give one text
+    def controller(self, shape: Any = "auto", options: Options | None = None) -> Controller:
+        """Who chooses the shapes of a call. Those that learn are kept from call to call, one for each drafter."""
+        name = "auto" if shape is None else shape
+        if not isinstance(name, str) or name not in TUNED or self.drafter is None:
+            return make_controller(shape, self.drafter)
+        if options is not None and options.rule == "mss" and options.seed is not None:
+            # they listen to the clock; under mss the text depends on the shape, and a seed must give one text
             return Fixed(default_arms(self.drafter)[0])
-        return self._auto if auto else make_controller(shape, self.drafter)
+        key = name, id(self.drafter)
+        if key not in self._tuned:
+            self._tuned[key] = self.drafter, make_controller(name, self.drafter)
+            if name == "auto":
+                self._experience.append(Experience(cast(Learner, self._tuned[key][1]), self._about(self.drafter)))
+        return self._tuned[key][1]
+
+    def _about(self, drafter: Drafter) -> dict[str, str]:
+        """What statistics belong to."""
+        return {
+            "target": fingerprint(self.model),
+            "drafter": drafter.name,
+            "machine": machine_name(self.model.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
+        """Of a run that has ended; what its controller learned is kept."""
+        for experience in self._experience:
+            experience.keep()
+        results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
+        return results[0] if single else results
 
     def _sequence(self, row: int, ids: list[int], options: Options, seed: int) -> Sequence:
         limit = self.target.context or len(ids) + options.max_new_tokens

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.controller import Controller
 from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
 from outrider.models.protocol import TreeModel
+from outrider.rounds import Round, walked
 from outrider.sequence import Piece, Sequence, alive
 from outrider.stats import Clock
 from outrider.tree import OFF, Shape, TokenTree
@@ -67,9 +68,12 @@ class Run:
 
     @torch.inference_mode()
     def _round(self) -> list[Piece]:
-        before, shape = self.clock.spent(), self.controller.choose() if self.drafting else OFF
+        before, shape = dict(self.clock.seconds), self.controller.choose() if self.drafting else OFF
+        shapes = [shape.cut(row.remaining - 1) for row in self.rows]  # never deeper than what a row may still write
+        if not any(cut.depth for cut in shapes):
+            shape = OFF
         with self.clock.phase("draft"):
-            drafts = self._propose(shape)
+            drafts = self._propose(shapes) if shape.depth else [Draft(TokenTree(row.ids[-1]), {}) for row in self.rows]
         with self.clock.phase("verify"):
             trees = [draft.tree for draft in drafts]
             logits_BNV = self.state.extend([tree.tokens for tree in trees], [tree.parents for tree in trees])
@@ -87,7 +91,8 @@ class Run:
             tried = verdict.accepted + bool(tree.children[verdict.path[-1]])
             row.stats.add_round(name, tree.drafted, verdict.accepted, tried, len(emitted))
             pieces += emitted
-        self.controller.reward(shape, sum(t.drafted for t in trees), len(pieces), self.clock.spent() - before)
+        walks = [walked(tree, verdict, one) for tree, verdict, one in zip(trees, verdicts, shapes)]
+        self.controller.reward(Round(shape, walks, **self.clock.since(before)))
         self._drop_finished()
         return pieces
 
@@ -107,13 +112,9 @@ class Run:
         """Hand the target's hidden states of newly committed tokens to the drafter that asked for them."""
         cast(FeatureDraftState, self.drafting).see(hidden or [])
 
-    def _propose(self, shape: Shape) -> list[Draft]:
-        """A tree per row, never deeper than what the row may still write."""
-        if self.drafting is None or not shape.depth:
-            return [Draft(TokenTree(row.ids[-1]), {}) for row in self.rows]
-        return self.drafting.propose(
-            [row.ids for row in self.rows], [shape.cut(row.remaining - 1) for row in self.rows]
-        )
+    def _propose(self, shapes: list[Shape]) -> list[Draft]:
+        """A tree per row."""
+        return cast(DraftState, self.drafting).propose([row.ids for row in self.rows], shapes)
 
     def _drop_finished(self) -> None:
         keep = alive(self.rows)

@@ -1,7 +1,8 @@
 """Where things are: Outrider's cache, with locks for processes that share it, and pip's settings.
 
 `OUTRIDER_CACHE` names the cache folder; without it, the platform's own place for caches is used. Everything below it
-can be deleted at any time: it is fetched or computed again when it is needed. pip's settings are only read.
+can be deleted at any time: it is fetched or computed again when it is needed. `OUTRIDER_STATISTICS` names another folder for
+what controllers learn, or is "off". pip's settings are only read.
 """
 
 import configparser
@@ -28,6 +29,14 @@ def cache_dir() -> Path:
             f"can write to."
         ) from error
     return folder
+
+
+def statistics_dir() -> Path | None:
+    """Where controllers keep what they learn about a pair, not created yet; None if nothing is to be kept."""
+    value = os.environ.get("OUTRIDER_STATISTICS")
+    if value == "off":
+        return None
+    return Path(value).expanduser().absolute() if value else cache_dir() / "statistics"
 
 
 def _configured() -> Path | None:

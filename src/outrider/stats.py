@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -74,6 +74,6 @@ class Clock:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def spent(self) -> float:
-        """Seconds in rounds so far."""
-        return sum(self.seconds.values()) - self.seconds["prefill"]
+    def since(self, before: Mapping[str, float]) -> dict[str, float]:
+        """Seconds by phase of a round that began when the clock stood at `before`."""
+        return {name: self.seconds[name] - before[name] for name in PHASES if name != "prefill"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import torch
 from outrider.cache.factor_states import LayerStates
 from outrider.cache.nodes import Nodes
 from outrider.cache.pending import Pending
+from outrider.machine import machine_name
 from outrider.mixers import samples
 from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, SelectiveRule
 from outrider.mixers.samples import Size
@@ -50,13 +50,6 @@ class Entry:
     rule: str
     size: Size
     ms: Milliseconds
-
-
-def machine_name(device: torch.device) -> str:
-    """What a measurement holds for."""
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return f"{device.type} {platform.processor() or platform.machine()} {os.cpu_count()}/{torch.get_num_threads()}"
 
 
 def kind_of(nodes: int, depth: int) -> str:

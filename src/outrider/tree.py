@@ -90,11 +90,13 @@ class Shape:
         budget: if positive, the tree is grown best first: nodes with the highest cumulative drafter probability, at most
             `budget` of them in all, each with at most `levels[d][0]` children.
         name: how users write it.
+        least: of best-first trees: a node that the drafter holds for less probable than this, its path included, is left out.
     """
 
     levels: tuple[tuple[int, ...], ...]
     name: str
     budget: int = 0
+    least: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -111,9 +113,26 @@ class Shape:
         """Number of distinct continuations: the largest level."""
         return max((sum(level) for level in self.levels), default=0)
 
+    @cached_property
+    def flat(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Per node, level by level: how many children it gets, and the index of the first. Not for best-first shapes."""
+        counts, firsts, frontier, free = [], [], 1, 1
+        for level in (*self.levels, ()):
+            for place in range(frontier):
+                counts.append(level[place] if place < len(level) else 0)
+                firsts.append(free)
+                free += counts[-1]
+            frontier = sum(counts[len(counts) - frontier :])
+        return tuple(counts), tuple(firsts)
+
+    @cached_property
+    def feeds(self) -> int:
+        """Nodes that the drafter itself must be fed to grow the tree: those that get children, the root among them."""
+        return self.budget or sum(count > 0 for level in self.levels for count in level)
+
     def cut(self, depth: int) -> Shape:
         """The same shape, no deeper than `depth`."""
-        return self if depth >= self.depth else Shape(self.levels[: max(depth, 0)], self.name, self.budget)
+        return self if depth >= self.depth else Shape(self.levels[: max(depth, 0)], self.name, self.budget, self.least)
 
 
 OFF = Shape((), "off")
@@ -153,12 +172,20 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Shape:
     return _checked(Shape(tuple(levels), name), paths)
 
 
-def best_first(budget: int, depth: int = 0, width: int = 4) -> Shape:
-    """At most `budget` nodes, grown where the drafter believes most; `depth` levels (0 picks one from the budget)."""
+def best_first(budget: int, depth: int = 0, width: int = 4, least: float = 0.0) -> Shape:
+    """At most `budget` nodes, grown where the drafter believes most; `depth` levels (0 picks one from the budget).
+
+    With `least`, branches end where the drafter's probability of the whole path falls below it, so that an unsure drafter
+    drafts less, and soon (drafters without probabilities take no notice)."""
     if budget < 1 or width < 1:
         raise ValueError(f"a best-first tree of {budget} nodes is impossible; give at least 1")
+    if not 0.0 <= least < 1.0:
+        raise ValueError(
+            f"no path has a probability of {least:g} or more; give a number from 0 to below 1, such as 0.05"
+        )
     depth = depth or max(1, min(budget, (budget + 1) // 2, 8))
-    return _checked(Shape(((width,),) * depth, f"best{budget}x{depth}", budget), budget)
+    name = f"best{budget}x{depth}" + (f"@{least:g}" if least else "")
+    return _checked(Shape(((width,),) * depth, name, budget, least), budget)
 
 
 def _checked(shape: Shape, given: object) -> Shape:
@@ -175,7 +202,8 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
     """Read a shape as users write it.
 
     "off"; a chain as 5 or "chain5" or "5"; "3x2x2", "(3,2,2)" or (3, 2, 2); ragged paths as [[0], [0, 0], [1]] or
-    "[[0],[0,0],[1]]"; "best16" or "best16x6" for a best-first tree of 16 nodes (and depth 6).
+    "[[0],[0,0],[1]]", or by the name that such a shape gets, "tree:0,0.0,1"; "best16" or "best16x6" for a best-first tree of 16
+    nodes (and depth 6), "best16x6@0.05" for one whose branches end where the drafter holds their path for less than 5 % probable.
 
     Raises:
         ValueError: when it is none of these.
@@ -208,12 +236,14 @@ def _parse_text(text: str) -> Shape:
     word = re.sub(r"\s", "", text.lower())
     if word in ("off", "", "()", "0"):
         return OFF
-    if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
-        return best_first(int(match[1]), int(match[2] or 0))
+    if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?(?:@(\d?\.\d{1,6}))?", word):
+        return best_first(int(match[1]), int(match[2] or 0), least=float(match[3] or 0))
     if match := re.fullmatch(r"(?:chain)?(\d{1,6})", word):
         return uniform((1,) * _count(int(match[1])))
     if re.fullmatch(r"\[(\[\d+(,\d+)*\],?)+\]", word):
         return from_paths([[int(r) for r in part.split(",")] for part in re.findall(r"\[([\d,]+)\]", word)])
+    if re.fullmatch(r"tree:\d+([.,]\d+)*", word):
+        return from_paths([[int(r) for r in part.split(".")] for part in word.removeprefix("tree:").split(",")])
     if re.fullmatch(r"\(?\d{1,6}([x,]\d{1,6})*,?\)?", word):
         return parse_shape([int(part) for part in re.findall(r"\d+", word)])
     raise ValueError(f"shape {text!r} is not understood; write 'auto', 'off', 'chain5', '3x2x2' or 'best16'")

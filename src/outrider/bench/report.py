@@ -23,6 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.machine import cpu_name, cpuinfo
+
 STAGES = ("prefill", "draft", "verify", "commit")
 Spread = tuple[float, float, float]
 
@@ -191,7 +193,7 @@ def provenance() -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **versions},
-        "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capabilities": capabilities(),
@@ -208,18 +210,10 @@ def _version(package: str) -> str | None:
 
 def capabilities() -> list[str]:
     """What decides speed: torch's vector level, matrix extensions of the CPU, and the names of GPUs."""
-    flags = _cpuinfo("flags").split()
+    flags = cpuinfo("flags").split()
     matrix = [flag for flag in ("avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8") if flag in flags]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [torch.backends.cpu.get_cpu_capability(), *matrix, *gpus]
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""  # only Linux has it
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def git_commit() -> str | None:

@@ -66,11 +66,11 @@ def _method(engine: Any, name: str, temperature: float, seed: int, clock: Clock)
         return Method(name, _transformers_run(engine, name, temperature, seed, clock), comparable=temperature == 0)
     name, shape = ("plain", "off") if name in ("plain", "off") else (name, name)
     try:
-        drafts = shape in ("auto", "off") or parse_shape(shape).depth > 0
+        drafts = shape in ("auto", "ucb", "off") or parse_shape(shape).depth > 0
     except ValueError:
         drafts = False
     if not drafts:
-        known = "transformers, transformers-lookup, plain, auto, a chain such as chain5, or a tree such as 3x2x2"
+        known = "transformers, transformers-lookup, plain, auto, ucb, a chain such as chain5, or a tree such as 3x2x2"
         raise ValueError(f"There is no method {name!r}: take {known}.")
     return Method(name, _engine_run(engine, shape, temperature, seed, clock))
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.controller import Bandit, Controller, Fixed
+from outrider.counterfactual import Counterfactual
 from outrider.drafters.base import Drafter
 from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.folder import is_drafter_folder, load_drafter, shipped
@@ -29,6 +30,9 @@ NAMES = (
     "id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something to propose)"
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
+FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")
+ARMS = ("chain2", "chain1", "chain4", "chain7", "3x2x1x1", "3x2x2x1x1", "3x3x2x1", "2x2x2x1x1x1", "1x1x3x1x1x1x1x1")
+TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 SHIPPED_KINDS = ("table", "head", "mamba")
 
 
@@ -141,18 +145,18 @@ def refresh(drafter: Drafter | None, target: TreeModel) -> None:
 
 
 def default_arms(drafter: Drafter) -> list[Shape]:
-    """Shapes that "auto" chooses from: chains where drafting is free, small trees too where a model drafts."""
+    """Shapes that "auto" and "ucb" choose from: long chains and few branches where drafting is free, small trees where a model
+    drafts, the shapes of Mamba Drafters and SpecInfer among them. The first is the one to take when none may be learned."""
     free = set(re.split("[+>]", drafter.name)) <= FREE
-    texts = ("chain4", "chain10", "chain15") if free else ("chain2", "chain4", "chain7", "3x2x1x1")
-    return [parse_shape(text) for text in texts]
+    return [parse_shape(text) for text in (FREE_ARMS if free else ARMS)]
 
 
 def make_controller(given: Any, drafter: Drafter | None) -> Controller:
-    """A controller from "auto", a shape, or a `Controller`."""
+    """A controller from "auto", "ucb", a shape, or a `Controller`."""
     if drafter is None:
         return Fixed(OFF)
-    if given is None or given == "auto":
-        return Bandit(default_arms(drafter))
+    if given is None or (isinstance(given, str) and given in TUNED):
+        return (Bandit if given == "ucb" else Counterfactual)(default_arms(drafter))
     if hasattr(given, "choose") and hasattr(given, "reward"):
         controller: Controller = given
         return controller

@@ -8,6 +8,7 @@ Shapes: F frontier nodes, C the model's (draft) vocabulary, V the target's vocab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -169,14 +170,18 @@ class LMDraftState:
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
         logq_FC = scores_FC.log_softmax(-1) if shape.budget else None
+        floor = math.log(shape.least) if shape.least else -math.inf
         for place, node in enumerate(fed):
             for column, law in chosen[place]:
+                score = 0.0 if logq_FC is None else growth.scores[node] + float(logq_FC[place, column])
+                if score < floor:
+                    continue  # this branch ends here
                 child = growth.tree.add_once(node, column if ids_C is None else int(ids_C[column]))
                 growth.trials.setdefault(node, []).append(Trial(child, law))
                 if child not in growth.frontier:
                     growth.frontier.append(child)
                 if logq_FC is not None:
-                    growth.scores[child] = growth.scores[node] + float(logq_FC[place, column])
+                    growth.scores[child] = score
 
     def _scores(
         self, growth: _Growth, sampler: Sampler, nodes: Sequence[int], logits_FC: Tensor, shape: Shape

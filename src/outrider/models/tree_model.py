@@ -73,14 +73,19 @@ class CachedTreeModel:
     def _discover_states(self) -> dict[StateKey, StateSpec]:
         cache = TreeCache(capacity=8)
         with find_mixers(self.model, cache) as self.mixers:
-            self._feed(cache, [0, 0, 0])
+            self._feed_chunks(cache, [0, 0, 0])
         for mixer in self.mixers:
             wrap_mixer(mixer)
         return {key: StateSpec(tuple(s.shape), s.dtype) for key, s in cache.prefilled_states().items()}
 
     @torch.inference_mode()
-    def _feed(self, cache: TreeCache, tokens: Sequence[int]) -> None:
-        """Prefill tokens behind what the cache has seen, without the vocabulary head."""
+    def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
+        """Prefill tokens behind what the cache has seen, without the vocabulary head; hidden states at the taps."""
+        with tapping(self.model, taps) as reader:
+            self._feed_chunks(cache, tokens)
+        return reader.everything()
+
+    def _feed_chunks(self, cache: TreeCache, tokens: Sequence[int]) -> None:
         chunk = PREFILL_CHUNK if getattr(self, "chunked_prefill", False) else max(len(tokens), 1)
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
@@ -97,10 +102,8 @@ class CachedTreeModel:
         caches, features = [], []
         for prompt in prompts:
             cache = TreeCache(max(map(len, prompts)) + room + NODE_BUCKETS[-1])
-            with tapping(self.model, taps) as reader:
-                self._feed(cache, prompt)
+            features.append(self._feed(cache, prompt, taps))
             caches.append(cache)
-            features.append(reader.everything())
         cache = TreeCache.stack(caches, self.new_states(len(prompts)) if self.specs else None)
         state = CachedTreeState(self, cache, [len(p) for p in prompts])
         state.taps, state.features = tuple(taps), features if taps else None

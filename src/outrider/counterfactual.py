@@ -1,0 +1,370 @@
+"""A controller that learns about every shape from every round, whichever was drafted.
+
+One verified tree tells what each smaller shape inside it would have emitted, and acceptance by depth and rank what larger ones
+may expect; clocks of a few shapes tell, by nodes and levels, what every other would take. So shapes need not be tried in turn:
+the fastest by these estimates is drafted, and only what the rounds so far cannot tell is explored, within a share of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.cost import Acceptance, Fit, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.rounds import Round, Walked
+from outrider.tree import OFF, Shape
+
+LARGEST_UNIT = 1e9
+REFRESH, SOON = 32, 8  # rounds between updates of what unseen parts of trees may bring; after a new shape was tried
+REGROW = 256  # rounds between searches for a better tree
+TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
+BELIEVED = 2.0  # rounds that a shape's first estimate is worth
+OWN, ODD = 4.0, 1.5  # rounds before a shape's own clock counts as much as what is expected, and how far off one may be
+BETTER = 1.03  # a new tree takes the place of the one before when it promises to be faster by this factor
+OPTIMISM, ENOUGH = 0.5, 20.0  # of a shape of which one round is known; rounds after which a shape is known well enough
+CHEAP = 0.05  # trials that cost less than this share of a round are as good as one that does
+PURSE = 10.0  # most that exploring may have saved up, in plain rounds
+FORGET = 0.15  # weight left to rounds before a change of the text
+SLACK, ALARM, CLIP, LEAST_SPREAD = 0.5, 6.0, 3.0, 0.4  # of the two-sided cumulative sum that notices such a change
+
+
+class _Arm:
+    """A shape and what is thought of it. Sums are weighted; the newest round weighs one unit of the controller."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.levels, self.feeds = shape.depth, shape.feeds
+        self.weight = self.emitted = self.nodes = 0.0
+        self.hoped = 0.0  # tokens expected where rounds did not tell what this shape would have met,
+        self.open: dict[tuple[int, int, int], float] = {}  # and where that was: (node, its depth, children known wrong)
+        self.known = 0.0  # rounds in which it is certain what this shape would have emitted
+        self.clocked = self.ratio = 0.0  # rounds drafted with it, and their seconds over those expected
+        self.tails: list[float] = []
+        self.speed = self.seconds = self.length = 0.0
+
+    def scale(self, factor: float) -> None:
+        self.weight *= factor
+        self.emitted *= factor
+        self.nodes *= factor
+        self.hoped *= factor
+        self.known *= factor
+        self.open = {place: weight * factor for place, weight in self.open.items()}
+
+    def expect(self, chances: Sequence[Sequence[float]]) -> None:
+        """Think again about what was not told."""
+        self.tails = tails(self.shape, chances)
+        self.hoped = sum(
+            weight * beyond(self.shape, *place, self.tails, chances) for place, weight in self.open.items()
+        )
+
+    def hear(self, row: Walked, unit: float, chances: Sequence[Sequence[float]]) -> None:
+        """What this shape would have emitted and had verified in a round of whatever shape."""
+        emitted, node, width = reached(self.shape, row)
+        self.weight += unit
+        self.emitted += unit * emitted
+        self.nodes += unit * drafted_by(self.shape, row)
+        if width is None:
+            self.known += unit
+        else:
+            place = (node, emitted - 1, width)
+            self.open[place] = self.open.get(place, 0.0) + unit
+            self.hoped += unit * beyond(self.shape, *place, self.tails, chances)
+
+
+class Counterfactual:
+    """Follows the shape with the most tokens per second, as estimated for all of them after every round.
+
+    Args:
+        arms: shapes to choose from; "off" is added, and so is the best tree that acceptance asks for.
+        discount: weight that a round keeps with every later one.
+        explore: share of the time that trying other shapes may cost.
+        margin: a shape must promise to be faster than plain decoding by this share.
+
+    Raises:
+        ValueError: for a best-first shape, of which other rounds tell nothing.
+    """
+
+    def __init__(
+        self, arms: Sequence[Shape], discount: float = 0.98, explore: float = 0.015, margin: float = 0.01
+    ) -> None:
+        for arm in arms:
+            if arm.budget:
+                raise ValueError(f"{arm.name} grows otherwise in every round and cannot be compared; give fixed shapes")
+        self.discount, self.explore, self.margin = discount, explore, margin
+        self.acceptance = Acceptance()
+        self.passes, self.drafts = Fit(0.02), Fit(0.05)
+        self.plain = self.plain_weight = 0.0
+        self.unit = self.clock_unit = 1.0
+        self.purse: float | None = None  # seconds that exploring may still cost
+        self.rows, self.rounds, self.spread, self.up, self.down = 1, 0, 1.0, 0.0, 0.0
+        self.due = REFRESH  # the round in which to think again about unseen parts of trees
+        self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
+        self.chances = self.acceptance.chances()
+        self.off = _Arm(OFF)
+        self.grown: str | None = None
+        self.arms: dict[str, _Arm] = {}
+        for arm in arms:
+            if arm.depth:
+                self._add(arm)
+
+    def _add(self, shape: Shape) -> _Arm:
+        arm = self.arms[shape.name] = _Arm(shape)
+        arm.weight = arm.emitted = arm.open[0, 0, 0] = BELIEVED * self.unit
+        arm.nodes = arm.weight * shape.nodes
+        arm.expect(self.chances)
+        return arm
+
+    # -- choosing --------------------------------------------------------------------------------------------------
+
+    def choose(self) -> Shape:
+        """The fastest shape, or one worth exploring. The first round is plain: all others are compared with it."""
+        if not self.plain_weight or not self.arms:
+            return OFF
+        self._estimate()
+        if not self.drafts.count:  # nobody knows yet what drafting takes: begin with little
+            return min(self.arms.values(), key=lambda arm: arm.levels).shape
+        leader = self._leader()
+        return (self._curious(leader) or leader).shape
+
+    def _estimate(self) -> None:
+        """Tokens per round, seconds per round and speed of every arm."""
+        off, rows = self.off, self.rows
+        off.seconds, off.length = self.plain / self.plain_weight, 1.0
+        off.speed = (1.0 + self.margin) / off.seconds
+        per_round, per_node, per_level, per_feed = self._prices()
+        own = self.clock_unit * OWN
+        for arm in self.arms.values():
+            arm.length = (arm.emitted + arm.hoped) / arm.weight
+            fed = per_level * arm.levels + per_feed * (rows * arm.feeds - arm.levels)
+            expected = per_round + per_node * rows * arm.nodes / arm.weight + fed
+            arm.seconds = expected * (own + arm.ratio) / (own + arm.clocked)
+            arm.speed = arm.length / arm.seconds
+
+    def _prices(self) -> tuple[float, float, float, float]:
+        """Seconds of a round that asks for drafts, and more for each node verified, level drafted, and further node fed."""
+        plain = self.plain / self.plain_weight
+        a, b = self.passes.solve(self.clock_unit) if self.passes.count else (plain, plain * self.passes.share)
+        empty = self.empty / self.asked if self.asked else 0.0
+        return empty * plain + (1.0 - empty) * a, b, *self.drafts.solve(self.clock_unit)
+
+    def _leader(self) -> _Arm:
+        best = max(self.arms.values(), key=lambda arm: arm.speed)
+        return best if best.speed > self.off.speed else self.off
+
+    def _curious(self, leader: _Arm) -> _Arm | None:
+        """Of the arms of which too little is known, and that might be faster than the leader, the one that promises most for what
+        a trial is expected to cost, if that can be paid."""
+        purse = self.purse or 0.0
+        if purse <= 0:
+            return None
+        chosen, most, floor = None, 0.0, CHEAP * leader.seconds
+        for arm in (self.off, *self.arms.values()):
+            known = arm.known / self.unit
+            if arm is leader or known >= ENOUGH:
+                continue
+            doubt = OPTIMISM * (1.0 / math.sqrt(known + 1e-3) - 1.0 / math.sqrt(ENOUGH))
+            gain, cost = arm.speed * (1.0 + doubt) - leader.speed, arm.seconds - arm.length / leader.speed
+            worth = gain / max(cost, floor)
+            if cost <= purse and worth > most:
+                chosen, most = arm, worth
+        return chosen
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def reward(self, done: Round) -> None:
+        """Learn from a round about all arms."""
+        if done.seconds <= 0 or not done.rows:
+            return
+        self.rounds += 1
+        self.rows = len(done.rows)
+        self._age()
+        if not done.shape.depth:
+            self.off.known += self.unit
+        else:
+            self._hear(done)
+        self._clock(done)
+        if self.rounds <= SOON or self.rounds >= self.due:
+            self._refresh()
+        if self.rounds % REGROW == REFRESH:
+            self._regrow()
+
+    def _age(self) -> None:
+        """Let earlier rounds fade, by making a new one weigh more."""
+        self.clock_unit /= self.discount
+        self.unit /= self.discount
+        if self.unit > LARGEST_UNIT or self.clock_unit > LARGEST_UNIT:
+            self._rescale(1.0 / self.unit, 1.0 / self.clock_unit)
+
+    def _rescale(self, text: float, clock: float) -> None:
+        self.acceptance.scale(text)
+        self.passes.scale(clock)
+        self.drafts.scale(clock)
+        self.asked *= clock
+        self.empty *= clock
+        self.plain *= clock
+        self.plain_weight *= clock
+        for arm in (self.off, *self.arms.values()):
+            arm.scale(text)
+            arm.clocked *= clock
+            arm.ratio *= clock
+        self.unit *= text
+        self.clock_unit *= clock
+
+    def _hear(self, done: Round) -> None:
+        """What every arm would have emitted and had verified."""
+        unit = self.unit / len(done.rows)
+        for row in done.rows:
+            self._notice(done.shape, row)
+            self.acceptance.see(row, unit)
+            for arm in self.arms.values():
+                arm.hear(row, unit, self.chances)
+
+    def _notice(self, shape: Shape, row: Walked) -> None:
+        """A cumulative sum of surprises; when it runs over, the text has changed, and what was learned of it weighs little."""
+        arm = self.arms.get(shape.name)
+        if arm is None:
+            return
+        surprise = row.emitted - (arm.emitted + arm.hoped) / arm.weight
+        z = min(max(surprise / self.spread, -CLIP), CLIP)
+        self.spread = max(LEAST_SPREAD, math.sqrt(0.95 * self.spread**2 + 0.05 * surprise * surprise))
+        self.up, self.down = max(0.0, self.up + z - SLACK), max(0.0, self.down - z - SLACK)
+        if self.up > ALARM or self.down > ALARM:
+            self.up = self.down = 0.0
+            self.unit /= FORGET
+            self.due = self.rounds
+
+    def _clock(self, done: Round) -> None:
+        """Seconds of a plain pass, of drafting and of a tree's pass; and what exploring has cost."""
+        unit, rows, rest = self.clock_unit, len(done.rows), done.verify + done.commit
+        loss, leader = 0.0, self._leader() if self.off.seconds else self.off
+        if leader.shape.name != done.shape.name and leader.speed:
+            self.due = min(self.due, self.rounds + SOON)
+            loss = done.seconds - done.emitted / rows / leader.speed
+        if not done.drafted:
+            expected = self.plain / self.plain_weight if self.plain_weight else rest
+            weight = unit if self.plain_weight else 0.25 * unit
+            self.plain += weight * min(rest, Fit.CLIP * expected)
+            self.plain_weight += weight
+        if done.shape.depth:
+            self._clock_drafts(done, rows, rest)
+        limit = PURSE * self.plain / self.plain_weight if self.plain_weight else 0.0
+        earlier = 0.2 * limit if self.purse is None else self.purse
+        self.purse = min(max(earlier + self.explore * done.seconds - loss, -limit), limit)
+
+    def _clock_drafts(self, done: Round, rows: int, rest: float) -> None:
+        unit, levels = self.clock_unit, done.shape.depth
+        self.asked += unit
+        self.drafts.see(levels, rows * done.shape.feeds - levels, done.draft, unit)
+        if not done.drafted:
+            self.empty += unit
+            return
+        self.passes.see(1.0, done.drafted, rest, unit)
+        arm = self.arms.get(done.shape.name)
+        if arm is not None:
+            a, b = self.passes.solve(unit)
+            level, node = self.drafts.solve(unit)
+            expected = a + b * done.drafted + level * levels + node * (rows * arm.feeds - levels)
+            arm.clocked += unit
+            arm.ratio += unit * min(max(done.seconds / expected, 1 / ODD), ODD)
+
+    def _refresh(self) -> None:
+        self.due = self.rounds + REFRESH
+        self.chances = self.acceptance.chances(self.unit)
+        for arm in self.arms.values():
+            arm.expect(self.chances)
+
+    def _regrow(self) -> None:
+        """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
+        if not self.passes.count:
+            return
+        per_round, per_node, per_level, per_feed = self._prices()
+
+        def seconds(shape: Shape) -> float:
+            fed = per_level * shape.depth + per_feed * (self.rows * shape.feeds - shape.depth)
+            return per_round + per_node * self.rows * shape.nodes + fed
+
+        speed, shape = fastest_tree(self.chances, seconds, TREE_NODES, TREE_DEPTHS)
+        if shape.depth and shape.name not in self.arms:
+            if self.grown is not None:
+                old = self.arms[self.grown]
+                if speed * seconds(old.shape) < BETTER * (1.0 + tails(old.shape, self.chances)[0]):
+                    return
+                del self.arms[self.grown]
+            self.grown = shape.name
+            self._add(shape)
+
+    # -- what outlives a process -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as plain data for JSON."""
+        text, clock = 1.0 / self.unit, 1.0 / self.clock_unit
+        fits = {
+            name: [getattr(fit, key) * clock for key in ("count", "uu", "uv", "vv", "uy", "vy")]
+            for name, fit in (("passes", self.passes), ("drafts", self.drafts))
+        }
+        tables = {
+            name: [[value * text for value in row] for row in getattr(self.acceptance, name)]
+            for name in ("tries", "hits")
+        }
+        pooled = {
+            name: [value * text for value in getattr(self.acceptance, name)] for name in ("all_tries", "all_hits")
+        }
+        return {
+            "rounds": self.rounds,
+            "plain": [self.plain * clock, self.plain_weight * clock],
+            **fits,
+            **tables,
+            **pooled,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with what was learned earlier: first choices and first estimates, soon outweighed by new rounds.
+
+        Raises:
+            ValueError: when this is not a state.
+        """
+        numbers = _Numbers(state)
+        plain, acceptance = numbers.row("plain", 2), Acceptance()
+        passes, drafts = numbers.row("passes", 6), numbers.row("drafts", 6)
+        for name in ("tries", "hits"):
+            setattr(acceptance, name, numbers.table(name, getattr(acceptance, name)))
+        for name in ("all_tries", "all_hits"):
+            setattr(acceptance, name, numbers.row(name, len(acceptance.all_tries), least=1e-9))
+        if not plain[1] or any(
+            h > t * 1.0001 for rows in zip(acceptance.hits, acceptance.tries) for h, t in zip(*rows)
+        ):
+            raise ValueError("its numbers do not fit each other")
+        self.plain, self.plain_weight = plain
+        for fit, values in ((self.passes, passes), (self.drafts, drafts)):
+            fit.count, fit.uu, fit.uv, fit.vv, fit.uy, fit.vy = values
+        self.acceptance, self.unit, self.clock_unit = acceptance, 1.0, 1.0
+        self.chances = acceptance.chances()
+        for shape in [arm.shape for arm in self.arms.values()]:
+            self._add(shape)
+        self._regrow()
+
+
+class _Numbers:
+    """Lists of finite numbers of 0 or more, read from what may be anything."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+    def row(self, name: str, size: int, least: float = 0.0) -> list[float]:
+        return _checked(self.state.get(name), size, least)
+
+    def table(self, name: str, like: Sequence[Sequence[float]]) -> list[list[float]]:
+        rows = self.state.get(name)
+        if not isinstance(rows, list) or len(rows) != len(like):
+            raise ValueError(f"{name} is no table")
+        return [_checked(row, len(one), 0.0) for row, one in zip(rows, like)]
+
+
+def _checked(values: Any, size: int, least: float) -> list[float]:
+    if not isinstance(values, list) or len(values) != size:
+        raise ValueError("a list has the wrong length")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 1e18:
+            raise ValueError(f"{value!r} is no such number")
+    return [float(value) for value in values]

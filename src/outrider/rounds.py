@@ -1,0 +1,88 @@
+"""What a round tells the controller: the clock, and along the walked path which child was right and how many were wrong.
+
+That is enough to say what most other shapes would have emitted in the same round. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from outrider.tree import Shape, TokenTree
+from outrider.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """One row's walk down its tree.
+
+    Args:
+        ranks: per accepted level, the place of the kept child among its siblings.
+        width: children of the last kept node, all of them wrong; 0: it had none.
+        ended: the drafter offered fewer children there than the shape asks for, so no shape would have got further.
+        drafted: nodes without the root.
+        whole: as many nodes were drafted as the shape asks for.
+    """
+
+    ranks: tuple[int, ...]
+    width: int
+    ended: bool
+    drafted: int
+    whole: bool
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that the round adds, N, before stop rules and the budget cut it."""
+        return len(self.ranks) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round of B rows, and the seconds of its phases."""
+
+    shape: Shape
+    rows: Sequence[Walked]
+    draft: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens of all rows."""
+        return sum(row.drafted for row in self.rows)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens emitted by all rows."""
+        return sum(row.emitted for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Wall clock of the round."""
+        return self.draft + self.verify + self.commit
+
+
+def walked(tree: TokenTree, verdict: Verdict, shape: Shape) -> Walked:
+    """The walk of a row.
+
+    Args:
+        shape: what its drafter was asked for, cut to what the row may still write.
+    """
+    path, children = verdict.path, tree.children
+    ranks = tuple([children[parent].index(child) for parent, child in pairwise(path)])
+    width = len(children[path[-1]])
+    return Walked(ranks, width, width < _asked(shape, ranks), tree.drafted, tree.drafted >= shape.nodes)
+
+
+def _asked(shape: Shape, ranks: Sequence[int]) -> int:
+    """Children that the shape asks for at the node reached by these ranks; best-first shapes name no number."""
+    if shape.budget:
+        return 0
+    counts, firsts = shape.flat
+    node = 0
+    for rank in ranks:
+        if rank >= counts[node]:
+            return 0
+        node = firsts[node] + rank
+    return counts[node]

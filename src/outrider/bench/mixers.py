@@ -222,9 +222,9 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
 
     tasks = {"factors": settle, "replay": replay, "immediate": immediate, "deferred": deferred}
     ms = best_of(tasks, repeat)
-    state, inputs = _state(scored[0]), scored[0].layer.inputs_BSC
-    assert inputs is not None
-    window = inputs[0, : TAPS - 1]
+    state, held = _state(scored[0]), scored[0].layer.inputs_BSC
+    assert held is not None
+    window = held[0, : TAPS - 1]
     per_node, dense = scored[0].layer.node_bytes(), sum(t.numel() * t.element_size() for t in (state, window))
     return {
         "size": str(size),

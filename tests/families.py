@@ -160,7 +160,58 @@ def _configs() -> dict[str, functools.partial]:
     }
 
 
+def _more_configs() -> dict[str, functools.partial]:
+    """Near relatives of the families above, whose recurrent layers should be scored as theirs are."""
+    make = functools.partial
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    return {
+        "qwen3_5_moe_text": make(
+            tf.Qwen3_5MoeTextConfig,
+            **{**ATTENTION, "num_hidden_layers": 3},
+            head_dim=8,
+            **DELTA,
+            layer_types=HYBRID,
+            **moe,
+        ),
+        "lfm2_moe": make(
+            tf.Lfm2MoeConfig,
+            **{**ATTENTION, "num_hidden_layers": 3},
+            conv_L_cache=3,
+            layer_types=["conv", "full_attention", "conv"],
+            num_dense_layers=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+        "lfm3": make(
+            tf.Lfm3Config,
+            **{**ATTENTION, "num_hidden_layers": 4},
+            head_dim=8,
+            conv_L_cache=7,
+            sliding_window=6,
+            layer_types=["conv", "sliding_attention", "conv", "full_attention"],
+        ),
+        "zamba": make(
+            tf.ZambaConfig,
+            **{**ATTENTION, "num_hidden_layers": 4, "num_key_value_heads": 4},
+            layers_block_type=["mamba", "hybrid", "mamba", "mamba"],
+            mamba_d_state=8,
+            n_mamba_heads=2,
+            mamba_dt_rank=4,
+            attention_hidden_size=64,
+            attention_head_dim=16,
+            use_mamba_kernels=False,
+        ),
+    }
+
+
 FAMILIES = list(_configs())
+MORE = list(_more_configs())
 RECURRENT = FAMILIES[FAMILIES.index("mamba") :]
 
 
@@ -168,7 +219,7 @@ RECURRENT = FAMILIES[FAMILIES.index("mamba") :]
 def tiny(family: str, seed: int = 0, vocab: int = VOCAB, scale: float = 8.0) -> PreTrainedModel:
     """A random model of the family whose laws are peaked enough that greedy decoding has no near ties."""
     torch.manual_seed(seed)
-    config = _configs()[family](**{**COMMON, "vocab_size": vocab})
+    config = {**_configs(), **_more_configs()}[family](**{**COMMON, "vocab_size": vocab})
     config.tie_word_embeddings = False
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from outrider.bench import mixers
 from outrider.bench.mixers import _Scored, cases, run_mixers
 from outrider.cli import app
+from outrider.machine import machine_name
 from outrider.mixers.samples import Size
-from outrider.topology import WAYS, Entry, machine_name, store
+from outrider.topology import WAYS, Entry, store
 
 CPU = torch.device("cpu")
 SMALL = {"one": Size(2, 4, 8, 8), "two": Size(2, 2, 16, 8)}
@@ -78,9 +79,10 @@ def test_figures_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = report["commit"]
     assert commit["factors_over_replay"] == 4.0
     assert commit["deferred_over_immediate"] == 1.2
-    # k of 2 heads, u of 4, a decay of each, and the convolution's inputs, all float32
-    assert commit["bytes_per_node"] == 4 * (2 * 8 + 4 * 8 + 4 + (2 * 2 * 8 + 4 * 8))
-    assert commit["dense_bytes_per_node"] == 4 * 4 * 8 * 8
+    # float32: k of 2 heads, u of 4, a decay of each; bfloat16: the convolution's inputs
+    channels = 2 * 2 * 8 + 4 * 8
+    assert commit["bytes_per_node"] == 4 * (2 * 8 + 4 * 8 + 4) + 2 * channels
+    assert commit["dense_bytes_per_node"] == 4 * 4 * 8 * 8 + 2 * 3 * channels
     assert report["provenance"]["table"] == "measured"
 
 

@@ -11,19 +11,21 @@ import pytest
 import torch
 import transformers
 
-from families import FAMILIES, VOCAB, tiny
+from families import FAMILIES, MORE, VOCAB, tiny
 from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, committed_tensors, run, target_of
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
-from outrider.mixers.rules import RULES
+from outrider.mixers.rules import NAMES
+from outrider.models import tree_model as module
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.selftest import tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 
 DELTA = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"]
 MAMBA2 = ["mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "bamba"]
-FACTORED = [*DELTA, *MAMBA2, "lfm2"]
-FEW = ["qwen3_next", "kimi_linear", "falcon_h1"]
+MAMBA1 = ["mamba", "falcon_mamba", "jamba"]
+FACTORED = [*DELTA, *MAMBA2, *MAMBA1, "lfm2"]
+FEW = ["qwen3_next", "kimi_linear", "falcon_h1", "mamba"]
 # transformers clamps time steps of these in a prefill, but not in a cached step, which a node is
 CLAMPED = ("nemotron_h", "zamba2")
 
@@ -77,6 +79,28 @@ def test_every_known_recurrence_is_scored_with_factors(family: str) -> None:
     if family in FACTORED:
         assert isinstance(model.begin([[1]]).cache.states, FactorStates)
         assert 0 < model.state_bytes_per_node() < model.dense_bytes_per_node()
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_near_relatives_too_or_the_reason_is_told(family: str) -> None:
+    target, tested = tree_model(tiny(family))
+    if family == "zamba":
+        assert tested.way == "waves of single steps"
+        assert any("one per head" in note for note in tested.notes)
+        return
+    assert tested.way == "factors, tree mask"
+    for ids, state in rounds(target, family, 4, 4):
+        assert_same_tensors(committed_tensors(state), committed_tensors(target.begin([ids])), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "zamba"])
+def test_a_prompt_in_pieces_leaves_the_state_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' Mamba-1 layers begin anew with every block; zamba's have one recurrence per head."""
+    target, prompt = tree_model(tiny(family))[0], [(7 * i + 3) % VOCAB for i in range(17)]
+    whole = committed_tensors(target.begin([prompt]))
+    for piece in (1, 2, 5):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", piece)
+        assert_same_tensors(committed_tensors(target.begin([prompt])), whole, 1e-5)
 
 
 def test_a_hooked_mixer_is_stepped_and_the_reason_is_told() -> None:
@@ -200,7 +224,7 @@ def test_every_way_gives_the_same_logits_and_states(family: str, way: str, monke
         one, other = (committed_tensors(state, row) for state in states)
         assert_same_tensors(one, other, 1e-5)
     if family != "lfm2":
-        assert len(set(used)) == 1 and set(used) <= set(RULES)
+        assert len(set(used)) == 1 and set(used) <= set(NAMES)
 
 
 def test_commits_wait_until_the_state_is_needed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.mixers import gated_delta, linear, ssd
+from outrider.mixers import gated_delta, linear, selective, ssd
 from outrider.mixers.chains import heavy_light, plan
 
 J, R, K, V = 2, 3, 5, 4
@@ -269,3 +269,71 @@ def test_one_group_is_the_drafters_recurrence() -> None:
     lean = ssd.tree(state, ssd.Factors(x, b, dt.mT, log), c, seen([parents]), D)
     grouped = ssd.masked_groups(state, c[:, :, None], ssd.as_linear(x, b[:, :, None], dt, A), seen([parents]))
     close(grouped + D[:, None] * x, lean)
+
+
+# -- Mamba-1 -----------------------------------------------------------------------------------------------------------
+
+
+def selective_inputs(rows: int, nodes: int, decay: float = 1.0) -> tuple[selective.Inputs, torch.Tensor]:
+    x, dt = (torch.randn(rows, nodes, H, dtype=torch.float64) for _ in range(2))
+    b, c = (torch.randn(rows, nodes, K, dtype=torch.float64) for _ in range(2))
+    return selective.Inputs(x, dt.abs(), b, c), -torch.rand(H, K, dtype=torch.float64) * decay
+
+
+def selective_definition(
+    state: torch.Tensor, x: selective.Inputs, A: torch.Tensor, row: int, path: list[int]
+) -> tuple[Any, Any]:
+    state, out = state.clone(), torch.zeros(H, dtype=torch.float64)
+    for node in path:
+        for channel in range(H):
+            dt = x.dt_BND[row, node, channel]
+            state[channel] = (A[channel] * dt).exp() * state[channel] + dt * x.x_BND[row, node, channel] * x.b_BNS[
+                row, node
+            ]
+            out[channel] = state[channel] @ x.c_BNS[row, node]
+    return out, state
+
+
+@pytest.mark.parametrize("way", ["masked", "chains", "serial"])
+@pytest.mark.parametrize("decay", [1.0, 1e4])
+@pytest.mark.parametrize("parents", TREES)
+def test_every_node_of_a_tree_is_mamba_1_along_its_path(parents: list[int], way: str, decay: float) -> None:
+    torch.manual_seed(8)
+    nodes, rows = len(parents), [parents, random_tree(7, max(1, len(parents) - 2))]
+    state, (x, A) = torch.randn(2, H, K, dtype=torch.float64), selective_inputs(2, nodes, decay)
+    before, held = state.clone(), selective.factors(x)
+    if way == "masked":
+        y = selective.masked(state, x.c_BNS, held, A, seen(rows))
+    else:
+        y = selective.chains(state, x, A, plan(rows, 0, nodes, CPU, together=way == "chains"))
+    assert torch.equal(state, before)
+    assert torch.isfinite(y).all()
+    for row, row_parents in enumerate(rows):
+        for node in range(len(row_parents)):
+            path = path_of(row_parents, node)
+            out, then = selective_definition(state[row], x, A, row, path)
+            close(y[row, node], out)
+            close(selective.after(state[row], *(t[row, path] for t in held), A), then)
+
+
+def test_a_mamba_1_tree_grown_in_calls_is_the_tree_in_one() -> None:
+    torch.manual_seed(9)
+    state, (x, A) = torch.randn(1, H, K, dtype=torch.float64), selective_inputs(1, len(BUSHY))
+    held = selective.factors(x)
+    whole = selective.masked(state, x.c_BNS, held, A, seen([BUSHY]))
+    for a, b in ((0, 1), (1, 6), (6, 10)):
+        known = selective.Factors(*(t[:, :b] for t in held))
+        close(selective.masked(state, x.c_BNS[:, a:b], known, A, seen([BUSHY])[:, :b, :b]), whole[:, a:b])
+
+
+def test_mamba_1_sequences_equal_single_steps() -> None:
+    torch.manual_seed(10)
+    state, (x, A) = torch.randn(2, H, K, dtype=torch.float64), selective_inputs(2, 7)
+    before = state.clone()
+    y, last = selective.sequence(state, x, A)
+    assert torch.equal(state, before)
+    for row in range(2):
+        for token in range(7):
+            out, then = selective_definition(state[row], x, A, row, list(range(token + 1)))
+            close(y[row, token], out)
+        close(last[row], then)

@@ -48,15 +48,23 @@ def test_attention_models_score_a_tree_in_one_pass() -> None:
         assert tested.chunked_prefill
 
 
-def test_blocks_fed_onto_a_state_are_allowed_only_where_they_are_right() -> None:
-    """Several families ignore the state when a block is fed onto it: long prompts are prefilled in one piece for those."""
-    allowed = {
-        family: tree_model(tiny(family))[1].chunked_prefill for family in ("mamba", "jamba", "mamba2", "qwen3_next")
-    }
-    assert allowed == {"mamba": False, "jamba": False, "mamba2": True, "qwen3_next": True}
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "mamba2", "qwen3_next"])
+def test_blocks_may_be_fed_onto_a_state(family: str) -> None:
+    """transformers' Mamba-1 families ignore the state when a block is fed onto it; here their recurrence is another one."""
+    assert tree_model(tiny(family))[1].chunked_prefill
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mamba", "mamba2", "qwen3_next", "jamba"])
+def test_blocks_fed_onto_a_state_are_allowed_only_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose blocks ignore the state has its long prompts prefilled in one piece."""
+    from outrider.models import mixer_calls
+
+    monkeypatch.setattr(mixer_calls, "FORGETFUL", "none of them")
+    model, tested = tree_model(copy.deepcopy(tiny("mamba")))
+    assert not tested.chunked_prefill and not model.chunked_prefill
+    assert tested.way == "factors, tree mask"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mamba", "mamba2", "qwen3_next", "jamba", "zamba"])
 def test_long_prompts_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.models import tree_model as module
 

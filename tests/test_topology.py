@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from families import tiny
 from helpers import target_of
 from outrider import topology, topology_report
+from outrider.machine import machine_name
 from outrider.mixers import samples
-from outrider.mixers.rules import RULES
+from outrider.mixers.rules import NAMES
 from outrider.mixers.samples import Size
 from outrider.models.factor_model import FactorTreeModel
-from outrider.topology import Entry, Switch, kind_of, load_table, machine_name, measure, store, time_ways
+from outrider.topology import Entry, Switch, kind_of, load_table, measure, store, time_ways
 
 CPU = torch.device("cpu")
 SMALL, LARGE = Size(2, 4, 8, 8), Size(2, 4, 64, 64)
@@ -38,8 +39,8 @@ def entry(rule: str, size: Size, fastest: dict[str, str], machine: str | None = 
     return Entry(machine or machine_name(CPU), rule, size, dict.fromkeys(samples.TREES, ms))
 
 
-def nodes(count: int, depth: int) -> Any:
-    return SimpleNamespace(largest=count, depth=depth)
+def nodes(count: int, depth: int, start: int = 0) -> Any:
+    return SimpleNamespace(largest=count, depth=depth, start=start)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
@@ -81,14 +82,18 @@ def test_the_table_decides_by_rule_size_kind_and_number_of_nodes() -> None:
     assert switch("gated delta", nodes(40, 3), SMALL.numbers) == "chains"
     assert switch("gated delta", nodes(6, 3), LARGE.numbers + 1) == "serial"
     assert switch("mamba-2", nodes(6, 3), LARGE.numbers) == "chains"
+    # behind pending nodes nothing is stepped that does not have to be
+    assert switch("mamba-2", nodes(6, 3, start=2), LARGE.numbers) == "masked"
+    assert switch("mamba-1", nodes(6, 3, start=2), LARGE.numbers) == "chains"
 
 
 def test_without_measurements_a_fixed_rule_decides() -> None:
     switch = Switch(CPU)
     assert switch("gated delta", nodes(1, 1), 4096) == "serial"
     assert switch("gated delta", nodes(9, 3), 4096) == "masked"
-    assert switch("gated delta per channel", nodes(9, 3), 4096) == "masked"
-    assert switch("gated delta per channel", nodes(17, 3), 4096) == "chains"
+    assert switch("gated delta per channel", nodes(8, 3), 4096) == "masked"
+    assert switch("gated delta per channel", nodes(9, 3), 4096) == "chains"
+    assert switch("mamba-1", nodes(3, 3), 4096) == "chains"
     assert Switch(CPU, [entry("gated delta", SMALL, {"8": "chains"}, machine="another")])(
         "gated delta", nodes(9, 3), 4096
     ) == ("masked")
@@ -105,7 +110,7 @@ def test_measurements_are_kept_and_replaced(cache: Path) -> None:
     assert load_table() == []
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_every_way_is_timed_for_every_rule(rule: str) -> None:
     made = measure(rule, SMALL, CPU, counts=(1, 5))
     assert set(made.ms) == set(samples.TREES)
@@ -125,7 +130,7 @@ def watched(layers: Any) -> list[str]:
     return used
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "mamba2", "mamba"])
 def test_a_model_scores_trees_in_the_way_that_the_table_names(family: str) -> None:
     target = target_of(family)
     ((rule, size),) = target.recurrences()

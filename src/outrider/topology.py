@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,19 +21,21 @@ import torch
 from outrider.cache.factor_states import LayerStates
 from outrider.cache.nodes import Nodes
 from outrider.cache.pending import Pending
+from outrider.machine import machine_name
 from outrider.mixers import samples
-from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, RULES
+from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, SelectiveRule
 from outrider.mixers.samples import Size
 from outrider.paths import cache_dir, exclusive
 
 WAYS = ("serial", "chains", "masked")
 NODES = (2, 4, 8, 16, 32, 64)
-# Qwen3-Next, GatedDeltaNet 1.3B, Kimi Linear, Mamba-2 1.3B
+# Qwen3-Next, GatedDeltaNet 1.3B, Kimi Linear, Mamba-2 1.3B, Mamba 1.4B
 STANDARD = (
     (DELTA.name, Size(16, 32, 128, 128)),
     (DELTA.name, Size(8, 8, 256, 256)),
     (DELTA_PER_CHANNEL.name, Size(32, 32, 128, 128)),
     (DUALITY.name, Size(1, 64, 128, 64)),
+    (SelectiveRule.name, Size(1, 1, 16, 4096)),
 )
 
 Milliseconds = dict[str, dict[str, dict[str, float]]]
@@ -49,13 +50,6 @@ class Entry:
     rule: str
     size: Size
     ms: Milliseconds
-
-
-def machine_name(device: torch.device) -> str:
-    """What a measurement holds for."""
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    return f"{device.type} {platform.processor() or platform.machine()} {os.cpu_count()}/{torch.get_num_threads()}"
 
 
 def kind_of(nodes: int, depth: int) -> str:
@@ -94,11 +88,12 @@ def store(entries: Sequence[Entry]) -> None:
 
 
 def static_way(rule: str, kind: str, nodes: int) -> str:
-    """Without measurements. One node is stepped. Several are scored at once, which takes fewest calls of kernels, but where every
-    key channel decays on its own that work grows with the square of nodes times channels."""
+    """Without measurements. One node is stepped. Several are scored at once, which takes fewest calls of kernels, but where
+    channels decay on their own that is much work: every entry of the state for every pair of nodes in Mamba-1, every key
+    channel for every pair in the delta rule."""
     if nodes == 1:
         return "serial"
-    if rule == DELTA_PER_CHANNEL.name and nodes > 16:
+    if rule == SelectiveRule.name or (rule == DELTA_PER_CHANNEL.name and nodes > 8):
         return "chains"
     return "masked"
 
@@ -125,6 +120,9 @@ class Switch:
 
     def __call__(self, rule: str, nodes: Nodes, numbers: int) -> str:
         """The way to score these nodes under a rule whose state has so many numbers."""
+        if nodes.start:
+            # nodes behind pending nodes: to step them, the states of these would have to be rebuilt from factors first
+            return "chains" if rule == SelectiveRule.name else "masked"
         return self._way(rule, kind_of(nodes.largest, nodes.depth), nodes.largest, numbers)
 
     def _choose(self, rule: str, kind: str, nodes: int, numbers: int) -> str:
@@ -141,17 +139,22 @@ class Switch:
 def time_ways(
     rule: str, size: Size, parents: Sequence[int], device: torch.device, ways: Sequence[str] = WAYS, repeat: int = 5
 ) -> dict[str, float]:
-    """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns."""
+    """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns.
+
+    A way that is far behind after two turns gets no further ones.
+    """
     pending = Pending(1)
     start, waves = pending.add([parents], len(parents))
     nodes = Nodes(pending, [parents], start, waves, device)
     x, layer = samples.INPUTS[rule](size, 1, len(parents), device), LayerStates()
-    layer.state_B = samples.state(rule, size, 1, device)
+    layer.state_B, kind = samples.state(rule, size, 1, device), samples.rule_of(rule, size, device)
     best = dict.fromkeys(ways, math.inf)
     for number in range(repeat + 1):
         for way in ways:
+            if number > 2 and best[way] > 5 * min(best.values()):
+                continue
             began = time.perf_counter()
-            float(layer.recur(RULES[rule], x, nodes, len(parents), way).flatten()[0])  # a value waits for the device
+            float(layer.recur(kind, x, nodes, len(parents), way).flatten()[0])  # a value waits for the device
             if number:  # the first time makes plans and buffers
                 best[way] = min(best[way], (time.perf_counter() - began) * 1e3)
     return best

@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.machine import machine_name
 from outrider.models.factor_model import FactorTreeModel
 from outrider.progress import progress
-from outrider.topology import STANDARD, WAYS, Entry, load_table, machine_name, measure, measured_way, store, table_file
+from outrider.topology import STANDARD, WAYS, Entry, load_table, measure, measured_way, store, table_file
 
 
 def examine_topology(device: torch.device, target: Any = None) -> dict[str, Any]:

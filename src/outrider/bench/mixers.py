@@ -192,7 +192,8 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
     with torch.inference_mode():
         for one in scored:
             one.layer.window = TAPS - 1
-            one.layer.inputs_BSC = torch.randn(1, TAPS - 1 + ACCEPTED, channels, device=device)
+            inputs = torch.randn(1, TAPS - 1 + ACCEPTED, channels, device=device)
+            one.layer.inputs_BSC = inputs.to(torch.bfloat16)  # the dtype that models run in; states stay in float32
             one.score("masked")
 
     def settle() -> Tensor:
@@ -204,7 +205,7 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
     def replay() -> Tensor:
         for one in scored:
             assert one.layer.inputs_BSC is not None
-            state = replayed.run(_state(one), one.layer.inputs_BSC[:, : one.layer.window])
+            state = replayed.run(_state(one), one.layer.inputs_BSC[:, : one.layer.window].float())
         return state
 
     def immediate() -> Tensor:
@@ -221,8 +222,10 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
 
     tasks = {"factors": settle, "replay": replay, "immediate": immediate, "deferred": deferred}
     ms = best_of(tasks, repeat)
-    state = _state(scored[0])
-    per_node, dense = scored[0].layer.node_bytes(), state.numel() * state.element_size()
+    state, held = _state(scored[0]), scored[0].layer.inputs_BSC
+    assert held is not None
+    window = held[0, : TAPS - 1]
+    per_node, dense = scored[0].layer.node_bytes(), sum(t.numel() * t.element_size() for t in (state, window))
     return {
         "size": str(size),
         "tokens": ACCEPTED,

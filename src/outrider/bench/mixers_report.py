@@ -31,8 +31,8 @@ def render(report: dict[str, Any], console: Console) -> None:
         f"({commit['deferred_over_immediate']:.2f}x)"
     )
     console.print(
-        f"a node leaves {commit['bytes_per_node']:,} B in a layer; a state is {commit['dense_bytes_per_node']:,} B "
-        f"({commit['snapshots_over_factors']:.0f}x)"
+        f"a node leaves {commit['bytes_per_node']:,} B in a layer; a state and its window are "
+        f"{commit['dense_bytes_per_node']:,} B ({commit['snapshots_over_factors']:.0f}x)"
     )
     facts = report["provenance"]
     console.print(f"{facts['cpu']}, {facts['threads']} threads, {facts['device']}; choices: {facts['table']} table")

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from outrider.mixers import gated_delta, linear, ssd
+from outrider.mixers import gated_delta, linear, selective, ssd
 from outrider.mixers.chains import Plan
 
 Factors = Mapping[str, Tensor]
-"""By name, [B, M, ...] of pending nodes, or [L, ...] of the nodes of a path."""
+"""By name, [B, M, ...] of pending nodes, or [L, ...] of the nodes of a path. "k" [J, K] is what a node writes by, and "u" [H, V]
+what it writes."""
 
 
 class Rule(Protocol):
@@ -101,6 +102,37 @@ class Duality:
         return ssd.after_groups(state, factors["k"], factors["u"], factors["g"])
 
 
+class SelectiveRule:
+    """Mamba-1 with states [D, S] and the decay rates of one layer; takes `selective.Inputs`. Without its skip."""
+
+    name = "mamba-1"
+
+    def __init__(self, A_DS: Tensor) -> None:
+        self.A_DS = A_DS
+
+    def given(self, x: selective.Inputs) -> Factors:
+        """See `Rule`."""
+        dt, w, b = selective.factors(x)
+        return {"k": b[:, :, None], "u": w[:, :, None], "dt": dt}
+
+    def masked(
+        self, state_B: Tensor, x: selective.Inputs, factors: Factors, seen_BMM: Tensor
+    ) -> tuple[Tensor, Factors]:
+        """See `Rule`."""
+        return selective.masked(state_B, x.c_BNS, self._held(factors), self.A_DS, seen_BMM), {}
+
+    def chains(self, known_Y: Tensor, x: selective.Inputs, plan: Plan) -> tuple[Tensor, Factors]:
+        """See `Rule`."""
+        return selective.chains(known_Y, x, self.A_DS, plan), {}
+
+    def after(self, state: Tensor, factors: Factors) -> Tensor:
+        """See `Rule`."""
+        return selective.after(state, *self._held(factors), self.A_DS)
+
+    def _held(self, factors: Factors) -> selective.Factors:
+        return selective.Factors(factors["dt"], factors["u"][..., 0, :], factors["k"][..., 0, :])
+
+
 DELTA, DELTA_PER_CHANNEL = DeltaRule("gated delta"), DeltaRule("gated delta per channel")
 DUALITY = Duality()
-RULES: dict[str, Rule] = {rule.name: rule for rule in (DELTA, DELTA_PER_CHANNEL, DUALITY)}
+NAMES = (DELTA.name, DELTA_PER_CHANNEL.name, DUALITY.name, SelectiveRule.name)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.mixers import gated_delta, linear
-from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs
+from outrider.mixers import gated_delta, linear, selective
+from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs, Rule, SelectiveRule
 
 
 class Size(NamedTuple):
@@ -63,18 +63,36 @@ def duality_inputs(size: Size, rows: int, nodes: int, device: torch.device) -> D
     return DualityInputs(x.q_BNJK, linear.Factors(x.k_BNJK, x.v_BNHV, x.g_BNHD))
 
 
+def selective_inputs(size: Size, rows: int, nodes: int, device: torch.device) -> selective.Inputs:
+    """Of Mamba-1: `value` channels with states of `key` entries each."""
+
+    def normal(width: int) -> Tensor:
+        return torch.randn(rows, nodes, width, device=device)
+
+    return selective.Inputs(normal(size.value), normal(size.value).sigmoid(), normal(size.key), normal(size.key))
+
+
+def rule_of(name: str, size: Size, device: torch.device) -> Rule:
+    """The rule of that name for states of that size."""
+    if name == SelectiveRule.name:
+        rates = -torch.arange(1.0, size.key + 1, device=device)  # as Mamba-1 begins its training
+        return SelectiveRule(rates.expand(size.value, -1).contiguous())
+    return {rule.name: rule for rule in (DELTA, DELTA_PER_CHANNEL, DUALITY)}[name]
+
+
 INPUTS: dict[str, Callable[[Size, int, int, torch.device], Any]] = {
     DELTA.name: delta_inputs,
     DELTA_PER_CHANNEL.name: per_channel_inputs,
     DUALITY.name: duality_inputs,
+    SelectiveRule.name: selective_inputs,
 }
 """By the name of the rule."""
 
 
 def state(rule: str, size: Size, rows: int, device: torch.device) -> Tensor:
     """A random state in the layout of the rule."""
-    sides = (size.value, size.key) if rule == DUALITY.name else (size.key, size.value)
-    return torch.randn(rows, size.heads, *sides, device=device)
+    shapes = {DUALITY.name: (size.heads, size.value, size.key), SelectiveRule.name: (size.value, size.key)}
+    return torch.randn(rows, *shapes.get(rule, (size.heads, size.key, size.value)), device=device)
 
 
 def chain(nodes: int) -> list[int]:

@@ -4,6 +4,8 @@ With factors it runs once, over all nodes, as if they were one block; only its c
 know the tree. They go by the names of transformers' functions and replace these for that one call: transformers' modules stay
 as they are. Otherwise the mixer is stepped, one batched single-token call per wave of nodes.
 
+In a prefill, transformers' Mamba-1 ignores the state that a block of tokens follows; there, too, another recurrence stands in.
+
 Shapes: B rows, N nodes, D width, F nodes of a wave.
 """
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from outrider.cache.factor_states import FactorStates
 from outrider.cache.recurrent import NodeStates
 from outrider.cache.tree_cache import TreeCache
-from outrider.models.mixer_rules import CONVOLUTION, RECURRENCES, convolve
+from outrider.models.mixer_rules import CONVOLUTION, FORGETFUL, RECURRENCES, MambaBlock, convolve
 
 
 def run_with_factors(cache: TreeCache, mixer: nn.Module, hidden_BND: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -41,6 +43,15 @@ def run_with_factors(cache: TreeCache, mixer: nn.Module, hidden_BND: Tensor, kwa
     finally:
         cache.inside = False
     return out_BND
+
+
+def run_behind_state(cache: TreeCache, mixer: Any, hidden_BTD: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Prefill a block of tokens behind what the cache has seen, where transformers' own recurrence would begin anew."""
+    state = cache.get_recurrent_state(mixer.layer_idx)
+    assert state is not None
+    forward = renamed(plain_class(mixer).forward, {FORGETFUL: MambaBlock(state)})
+    out_BTD: Tensor = forward(mixer, hidden_BTD, cache=cache, **kwargs)
+    return out_BTD
 
 
 def renamed(function: Callable[..., Any], names: Mapping[str, Any]) -> FunctionType:
@@ -140,11 +151,15 @@ def _taught(original: Callable[..., Any], mixer: nn.Module | None = None) -> Cal
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache")
-        if not isinstance(cache, TreeCache) or cache.nodes is None or cache.inside:
+        if not isinstance(cache, TreeCache) or cache.inside:
             return original(*args, **kwargs)
         rest = dict(kwargs)
         rest.pop("cache")
         hidden = args[0] if args else rest.pop("hidden_states")
+        if cache.nodes is None:
+            if mixer is not None and cache.seen and FORGETFUL in recurrences(mixer):
+                return run_behind_state(cache, mixer, hidden, rest)
+            return original(*args, **kwargs)
         if mixer is not None and isinstance(cache.states, FactorStates):
             return run_with_factors(cache, mixer, hidden, rest)
         return step_by_waves(cache, original, hidden, rest)

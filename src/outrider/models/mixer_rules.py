@@ -4,7 +4,7 @@ Each takes the arguments of the function that it replaces, after the states that
 states, chunk sizes, limits that its cached single step does not know either) means nothing here.
 
 Shapes: B rows, N nodes, C convolved channels, J key heads, H value heads, K key size, V value size; for Mamba-2 G groups, P head
-size, S state size.
+size, S state size; for Mamba-1 D channels, S state size.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from outrider.cache.factor_states import FactorStates
-from outrider.mixers import gated_delta, short_conv, ssd
-from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs
+from outrider.mixers import gated_delta, selective, short_conv, ssd
+from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, DualityInputs, SelectiveRule
 
 CONVOLUTION = "causal_conv1d_fn"
 """What mixers call their short convolution by."""
@@ -85,10 +86,78 @@ def mamba2_scan(
     return y_BNHP.contiguous(), x_BNHP.new_empty(0)
 
 
+def mamba_scan(states: FactorStates, x_BDN: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Mamba-1's recurrence, its gate included; outputs [B, D, N].
+
+    Raises:
+        NotImplementedError: where a layer has one such recurrence per head.
+    """
+    if not states.is_flat:
+        raise NotImplementedError("a layer runs several recurrences, one per head")
+
+    def recur(x: selective.Inputs, A_DS: Tensor) -> Tensor:
+        return states.recur(SelectiveRule(A_DS), x)
+
+    return _around_mamba(recur, states.wide, x_BDN, *args, **kwargs), x_BDN.new_empty(0)
+
+
+class MambaBlock:
+    """Mamba-1's recurrence over a block of tokens behind a state, which transformers' own would ignore.
+
+    Args:
+        state: [B, D, S], or [B, heads, D, S] where a layer calls it once per head, in order.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self.before = [state] if state.ndim == 3 else list(state.unbind(1))
+
+    def __call__(self, x_BDN: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Outputs [B, D, N] and the state after the block."""
+        before, after = self.before.pop(0), []
+
+        def recur(x: selective.Inputs, A_DS: Tensor) -> Tensor:
+            y_BND, state_BDS = selective.sequence(before.to(A_DS.dtype), x, A_DS)
+            after.append(state_BDS)
+            return y_BND
+
+        wide = torch.promote_types(before.dtype, torch.float32)
+        return _around_mamba(recur, wide, x_BDN, *args, **kwargs), after[0]
+
+
+def _around_mamba(
+    recur: Callable[[selective.Inputs, Tensor], Tensor],
+    wide: torch.dtype,
+    x_BDN: Tensor,
+    dt_BDN: Tensor,
+    A_DS: Tensor,
+    b_BSN: Tensor,
+    c_BSN: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """What Mamba-1 does before and after its recurrence: step sizes, skip and gate."""
+    if delta_bias is not None:
+        dt_BDN = dt_BDN + delta_bias.to(dt_BDN.dtype)[:, None]
+    if delta_softplus:
+        dt_BDN = F.softplus(dt_BDN)
+    x, dt, b, c = (t.mT.to(wide) for t in (x_BDN, dt_BDN, b_BSN, c_BSN))
+    y_BDN = recur(selective.Inputs(x, dt, b, c), A_DS.to(wide)).mT
+    if D is not None:
+        y_BDN = y_BDN + x_BDN * D[:, None]
+    return y_BDN * F.silu(z) if z is not None else y_BDN
+
+
 RECURRENCES: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "gated_delta_sequence": partial(gated_delta_rule, use_qk_l2norm_in_kernel=True),  # of our own `gdn`
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
+    "mamba_selective_scan": mamba_scan,
 }
 """By the name that mixers call the recurrence over a block by."""
+
+FORGETFUL = "mamba_selective_scan"
+"""The one that knows no state before its block."""

@@ -84,6 +84,18 @@ def _configs() -> dict[str, functools.partial]:
             tf.Qwen3_5TextConfig, **{**ATTENTION, "num_hidden_layers": 3}, head_dim=8, **DELTA, layer_types=HYBRID
         ),
         "olmo_hybrid": make(tf.OlmoHybridConfig, **{**ATTENTION, "num_hidden_layers": 3}, **DELTA, layer_types=HYBRID),
+        "kimi_linear": make(
+            tf.KimiLinearConfig,
+            **{**ATTENTION, "num_hidden_layers": 3, "num_key_value_heads": 4},
+            kv_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            layer_types=HYBRID,
+            mlp_layer_types=["dense"] * 3,
+        ),
         "granitemoehybrid": make(
             tf.GraniteMoeHybridConfig,
             **{**ATTENTION, "num_hidden_layers": 3},

@@ -14,11 +14,13 @@ from helpers import PROMPT, PROMPTS, expected
 from outrider.api import Engine
 from outrider.drafters.feature_head import HeadDrafter, HeadModel, HeadState
 from outrider.drafters.folder import load_drafter, save_head
-from outrider.models.feature_head import CORES, FeatureHead, HeadConfig
+from outrider.models.feature_head import CORES, FeatureHead, HeadConfig, unrolled_attention
 from outrider.models.fingerprint import fingerprint
+from outrider.models.scans import UnrolledScan
 from outrider.train.batches import Batch, make_batch
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example
+from outrider.train.kinds import graft
 from outrider.train.students import HeadStudent, new_head
 
 TAPS = (0, 1)
@@ -252,3 +254,16 @@ def test_old_configs_load() -> None:
     new = {"core", "window", "ssm_heads", "ssm_head_size", "ssm_state"}
     old = {k: v for k, v in dataclasses.asdict(head("attention").config).items() if k not in new}
     assert HeadConfig(**old).core == "attention"
+
+
+@pytest.mark.parametrize(("old", "new"), [("attention", "hybrid"), ("ssm", "hybrid"), ("attention", "ssm")])
+def test_a_head_keeps_what_it_learnt_when_it_gets_another_core(old: str, new: str) -> None:
+    """A hybrid that was an attention head or a state-space head begins as that very head (within the window)."""
+    known, fresh = head(old), head(new, seed=1)
+    grafted = graft(fresh, known)
+    assert torch.equal(grafted.fuse.weight, known.fuse.weight) and torch.equal(grafted.draft_ids, known.draft_ids)
+    if new == "hybrid":
+        embedded, features = torch.randn(2, 1, 6, known.config.width, dtype=torch.float64).unbind(0)
+        positions = torch.arange(6)[None]
+        outs = [m(embedded, features, positions, unrolled_attention([], []), UnrolledScan()) for m in (known, grafted)]
+        torch.testing.assert_close(outs[0], outs[1])

@@ -13,13 +13,19 @@ from helpers import NEW, OPTIONS, PROMPT, PROMPTS, SHAPES, assert_same_tensors, 
 from outrider.api import Engine
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.oracle import OracleDrafter
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
-from outrider.models.selftest import tree_error, tree_model
-from outrider.models.tree_model import CachedTreeModel
+from outrider.models.selftest import Plain, tree_error, tree_model
+from outrider.models.tree_model import CachedTreeModel, Unsupported
 from outrider.options import Options
 from outrider.reference import reference_generate
 
-WAYS = {"cached": CachedTreeModel, "stepwise": StepwiseTreeModel, "recompute": RecomputeTreeModel}
+WAYS = {
+    "factors": FactorTreeModel,
+    "cached": CachedTreeModel,
+    "stepwise": StepwiseTreeModel,
+    "recompute": RecomputeTreeModel,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,10 +182,15 @@ def test_damaged_weights_are_refused_at_load(family: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "rwkv"])
 def test_every_way_scores_trees_right(family: str, way: str) -> None:
-    assert tree_error(WAYS[way](tiny(family))) < 1e-4
+    if way == "factors" and tree_model(tiny(family))[1].way != "factors, tree mask":
+        with pytest.raises(Unsupported):
+            FactorTreeModel(tiny(family))
+        return
+    plain = Plain(tiny(family))
+    assert tree_error(WAYS[way](tiny(family)), plain) < 1e-4
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "factors"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "mamba"])
 def test_every_way_passes_parity(family: str, way: str) -> None:
     """Recurrent and hybrid targets are refused elsewhere; with a slow fallback any model is a target and a drafter."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.cache.factors import Factors, MixerSizes, window_slots
+from outrider.cache.factors import Factors, MixerSizes
+from outrider.cache.nodes import window_slots
 from outrider.cache.pending import Pending
 from outrider.mixers import short_conv, ssd
 from outrider.models.mamba_mixer import MambaMixer
@@ -181,7 +182,9 @@ def test_commit_and_prompt_leave_the_same_state() -> None:
 def test_window_slots_walk_to_ancestors() -> None:
     nodes = Pending(1)
     nodes.add([[-1, 0, 0, 2]], 4)
-    assert window_slots(nodes, 0, 3)[0].tolist() == [[0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [2, 3, 5, 6]]
+    assert window_slots(nodes, 0, 3, 4)[0].tolist() == [[0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [2, 3, 5, 6]]
+    # a window may hold more than is convolved
+    assert window_slots(nodes, 2, 4, 3)[0].tolist() == [[3, 4, 6], [4, 6, 7]]
 
 
 def test_a_node_leaves_little() -> None:

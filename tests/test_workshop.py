@@ -398,6 +398,24 @@ def test_unrolled_training_computes_what_drafting_computes(engine: Engine, data:
         torch.testing.assert_close(drafted[-1][0, known + step], expected, atol=2e-4, rtol=2e-4)
 
 
+def test_hidden_states_are_kept_while_writing_and_serve_fewer_taps(engine: Engine, tmp_path: Path) -> None:
+    """What the target's states were while it wrote in batches is what a pass over the finished text finds; a drafter that reads
+    fewer layers finds them in the same files."""
+    out, taps = tmp_path / "data", (0, 1)
+    make_data(engine, out, tokens=60, sources=("templates",), max_new_tokens=12, taps=taps)
+    recorded, last = examples(out, taps), examples(out, (1,))
+    compute_features(engine, out, (1,))
+    assert not list(out.glob("features-1-*"))  # they were there
+    width = recorded[0].hidden().shape[-1] // 2
+    for example, fewer in zip(recorded, last, strict=True):
+        state = engine.target.begin([example.ids.tolist()], 0, taps)
+        assert state.features is not None
+        wanted = state.features[0].float()
+        found = example.hidden().float()
+        torch.testing.assert_close(found[:-1], wanted[: len(found) - 1], atol=0.05, rtol=0.05)
+        assert torch.equal(found[:, width:], fewer.hidden().float())
+
+
 def test_predicted_acceptance_is_what_the_engine_measures(engine: Engine, data: Path, tmp_path: Path) -> None:
     """Trained on the very texts that it is measured on, so that there is something to accept."""
     _, held, student = head_student(engine, data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 import warnings
@@ -12,7 +11,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from outrider import cli_plan, cli_train
+from outrider import cli_bench, cli_plan, cli_train
+from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust, load_pair, print_json
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result
@@ -44,33 +44,12 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure methods against each other in one run.")
 app.add_typer(bench, name="bench")
 
-Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
-DrafterName = Annotated[
-    str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
-]
-DType = Annotated[
-    str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 where the machine is good at it.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template.")]
 
 
 @app.callback()
 def _main(debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False) -> None:
     pass
-
-
-def _load(target: str, drafter: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:
-    from outrider.api import load
-
-    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(jsonlib.dumps(value, ensure_ascii=False))
 
 
 # ---- generate --------------------------------------------------------------------------------------------------------
@@ -113,7 +92,7 @@ def generate(
     if watch and (json or show_draft):
         raise ValueError("--watch draws a view of its own; leave out --json and --show-draft")
     start = time.perf_counter()
-    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     loaded = time.perf_counter() - start
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -132,7 +111,7 @@ def generate(
     else:
         result = _follow(engine.stream(text, shape=shape, chat=chat, **options), console, show_draft)
     if json:
-        _print_json(_result_json(engine, result, rule, loaded))
+        print_json(_result_json(engine, result, rule, loaded))
     else:
         Console(stderr=True, highlight=False, style="dim").print(_summary(engine, result), soft_wrap=True)
 
@@ -219,7 +198,7 @@ def models(json: Json = False) -> None:
 
     known = list_models()
     if json:
-        _print_json([asdict(info) for info in known])
+        print_json([asdict(info) for info in known])
         return
     from rich.table import Table
 
@@ -239,114 +218,22 @@ def doctor(
     dtype: DType = None,
     device: Device = None,
     trust_remote_code: Trust = False,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="Show, and measure once, which way scores which trees fastest.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Tell what this machine is good at, how models score trees on it, and what memory a run needs."""
     from outrider.doctor import examine, render
 
-    report = examine(target, drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    report = examine(target, drafter, topology, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if json:
-        _print_json(report)
+        print_json(report)
     else:
         render(report, Console())
 
 
-# ---- certify and bench -----------------------------------------------------------------------------------------------
-
-
-@app.command()
-def certify(
-    target: Target = "smollm2-135m",
-    drafter: DrafterName = "auto",
-    prompts: Annotated[
-        str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
-    ] = "humaneval,gsm8k,mtbench",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 20,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="For the sampled checks.")] = 0.7,
-    samples: Annotated[int, typer.Option(help="Draws for the exact-law test of mss.")] = 400,
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes to try; repeatable.")] = None,
-    rules: Annotated[str, typer.Option(help="What to prove: greedy, coupled, mss.")] = "greedy,coupled,mss",
-    seed: Annotated[int, typer.Option(help="Seed of the sampled checks.")] = 0,
-    dtype: DType = None,
-    device: Device = None,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    json: Json = False,
-) -> None:
-    """Prove on your own pair that speculation changes nothing. Exit 0: certified; 1: not, with the evidence."""
-    from outrider.bench.certify import DEFAULT_SHAPES
-    from outrider.bench.certify import certify as prove
-    from outrider.bench.tasks import load_tasks
-    from outrider.progress import progress
-
-    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
-    with progress("certify", quiet=json) as tell:
-        certificate = prove(
-            engine,
-            load_tasks(prompts, limit),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            samples=samples,
-            seeds=(seed,),
-            shapes=tuple(shape) if shape else DEFAULT_SHAPES,
-            rules=tuple(rules.split(",")),
-            progress=tell,
-        )
-    if json:
-        _print_json(certificate.to_json())
-    else:
-        certificate.render(Console())
-    raise typer.Exit(0 if certificate.certified else 1)
-
-
-@bench.command()
-def speed(
-    target: Target = "smollm2-135m",
-    drafter: DrafterName = "auto",
-    tasks: Annotated[
-        str,
-        typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas."),
-    ] = "humaneval,gsm8k,mtbench,copy",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 16,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
-    methods: Annotated[
-        str, typer.Option(help="transformers, transformers-lookup, plain, auto and shapes like chain5 or 3x2x2.")
-    ] = "transformers,transformers-lookup,plain,auto",
-    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
-    dtype: DType = None,
-    device: Device = None,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    json: Json = False,
-) -> None:
-    """Compare decoding methods prompt by prompt, and check that all write the same text."""
-    from outrider.bench.report import render, to_json
-    from outrider.bench.runner import parse_methods, run_speed
-    from outrider.bench.tasks import load_tasks
-    from outrider.progress import progress
-
-    chosen = parse_methods(methods)
-    engine = _load(target, drafter, dtype, device, threads, trust_remote_code)
-    with progress("bench speed", quiet=json) as tell:
-        report = run_speed(
-            engine,
-            load_tasks(tasks, limit),
-            chosen,
-            max_new_tokens,
-            repeat=repeat,
-            temperature=temperature,
-            seed=seed,
-            progress=tell,
-        )
-    if json:
-        _print_json(to_json(report, limit=limit))
-    else:
-        render(report, Console())
-
-
+cli_bench.register(app, bench)
 cli_plan.register(app, bench)
 cli_train.register(app)
 

@@ -1,4 +1,4 @@
-"""Options that several of the workshop's commands share, and how they are read."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from outrider.train.distil import DistilSettings
     from outrider.train.kinds import Plan
 
-Target = Annotated[str, typer.Option(help="Whose drafter: alias (see `outrider models`), hub id, folder or GGUF file.")]
+Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
+DrafterName = Annotated[
+    str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
+]
 Data = Annotated[Path, typer.Option(help="A data set that `outrider data` made.")]
 Out = Annotated[Path, typer.Option(help="Folder to write; a killed run goes on from what is there.")]
 DType = Annotated[
@@ -63,10 +66,20 @@ def parse_count(text: str, what: str) -> int:
     return int(float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2].lower()])
 
 
-def load_target(target: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:
+def load_pair(
+    target: str, drafter: str, dtype: str | None, device: str | None, threads: int | None, trust: bool
+) -> Engine:
     from outrider.api import load
 
-    return load(target, "off", dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
+    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(jsonlib.dumps(value, ensure_ascii=False))
+
+
+def load_target(target: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:
+    return load_pair(target, "off", dtype, device, threads, trust)
 
 
 def report(found: dict[str, Any], text: str, json: bool) -> None:

@@ -9,12 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli_options import Device, DType, Json, Threads, Trust
+from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust
 
-Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
-DrafterName = Annotated[
-    str, typer.Option(help="auto, ngram, oracle:RATE, or a model like --target; several joined by +.")
-]
 Prompts = Annotated[
     str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
 ]

@@ -12,17 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.report import capabilities, provenance
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.loading import list_models, pick_device, pick_dtype
+from outrider.topology_report import examine_topology, render_topology
 
 NODES = (1, 4, 8, 16, 32)
 
 
-def examine(target: str | None, drafter: str, **loading: Any) -> dict[str, Any]:
+def examine(target: str | None, drafter: str, topology: bool = False, **loading: Any) -> dict[str, Any]:
     """Everything `doctor` reports, as plain data.
 
     Args:
         target: a model to load and test; None examines the machine alone.
         drafter: likewise, "off" for none.
+        topology: report which way scores which trees fastest, for the target's recurrent layers or, without a target, for the
+            sizes of well-known models; what was never measured here is measured.
     """
     report: dict[str, Any] = {"machine": _machine(), "aliases": {m.name: _standing(m) for m in list_models()}}
     if target is not None:
@@ -36,6 +40,9 @@ def examine(target: str | None, drafter: str, **loading: Any) -> dict[str, Any]:
             if model is not None:
                 report["drafter"] |= {"way": model.way, **_memory(model)}
         report["advice"] = _advice(report)
+    if topology:
+        of_target = engine.target if target is not None else None
+        report["topology"] = examine_topology(pick_device(loading.get("device")), of_target)
     return report
 
 
@@ -105,11 +112,14 @@ def _memory(tree_model: Any) -> dict[str, Any]:
     model = tree_model.model
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     short, longer = tree_model.begin([[0] * 2], 0).bytes(), tree_model.begin([[0] * 66], 0).bytes()
-    return {
+    found = {
         "weight_bytes": sum(weights.values()),
         "bytes_per_token": (longer - short) // 64,
         "state_bytes_per_node": tree_model.state_bytes_per_node(),
     }
+    if isinstance(tree_model, FactorTreeModel):
+        found["dense_bytes_per_node"] = tree_model.dense_bytes_per_node()
+    return found
 
 
 def _advice(report: dict[str, Any]) -> list[str]:
@@ -141,6 +151,8 @@ def render(report: dict[str, Any], console: Console) -> None:
         table.add_row(f"{dtype} [n, 1024] x [1024, 4096]", ", ".join(f"{n} rows {ms} ms" for n, ms in times.items()))
     table.add_row("models", ", ".join(f"{name}: {state}" for name, state in report["aliases"].items()))
     console.print(table)
+    if "topology" in report:
+        render_topology(report["topology"], console)
     for part in ("target", "drafter"):
         if part in report:
             table = Table(title=part, show_header=False)

@@ -8,6 +8,7 @@ Shapes: R rows (nodes), L tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -185,9 +186,7 @@ class Sampler:
         Only nodes that the walk visits are processed, each with its own path.
         """
         if self.greedy and not self.processors:
-            check_finite(logits_NV)
-            picks: list[int] = logits_NV.argmax(-1).tolist()
-            return picks.__getitem__
+            return lambda node: _best(logits_NV[node])
         return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
 
     def accept_uniform(self, position: int, trial: int) -> float:
@@ -202,6 +201,13 @@ class Sampler:
     def draft_noise(self, salt: int, position: int, size: int, device: torch.device) -> Tensor:
         """Noise for a drafter's own draws; `salt` must differ from round to round."""
         return noise.gumbel(noise.mix(self.seed, salt), noise.DRAFT, position, size, device)
+
+
+def _best(logits_V: Tensor) -> int:
+    """The token of the highest logit, the lowest id among equals. (argmax is five times slower than max in bfloat16.)"""
+    highest, token = logits_V.max(-1)
+    _refuse_not_finite(highest)
+    return int(token)
 
 
 def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
@@ -231,6 +237,9 @@ def check_finite(logits: Tensor) -> None:
     Raises:
         ValueError: for NaN or +inf.
     """
-    highest = logits.max()
-    if not torch.isfinite(highest):
+    _refuse_not_finite(logits.max())
+
+
+def _refuse_not_finite(highest: Tensor) -> None:
+    if not math.isfinite(highest):
         raise ValueError("the model's logits are not finite; check its weights, or load it with dtype float32")

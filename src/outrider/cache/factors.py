@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.cache.attention import keep_rows
-from outrider.cache.pending import Pending
 from outrider.mixers import ssd
 
 
@@ -128,16 +126,3 @@ class Factors:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def window_slots(nodes: Pending, start: int, window: int) -> np.ndarray:
-    """Slots of `inputs` that each node from `start` on convolves, oldest first and its own last, [B, N, W + 1]."""
-    rows = np.arange(nodes.batch)[:, None]
-    # one step towards the past from every slot; the oldest slot of the window stays where it is and is never passed
-    behind_BM = np.empty((nodes.batch, window + nodes.count), dtype=np.int64)
-    behind_BM[:, :window] = np.maximum(np.arange(window) - 1, 0)
-    behind_BM[:, window:] = nodes.parents_BM[:, : nodes.count] + window
-    slots = [np.broadcast_to(np.arange(window + start, window + nodes.count), (nodes.batch, nodes.count - start))]
-    for _ in range(window):
-        slots.append(behind_BM[rows, slots[-1]])
-    return np.stack(slots[::-1], axis=-1)

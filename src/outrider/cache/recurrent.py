@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.attention import keep_rows
+from outrider.cache.nodes import Nodes
 
 StateKey = tuple[str, int, int]  # ("conv" or "recurrent", layer, state of the layer)
 
@@ -63,11 +64,11 @@ class NodeStates:
         """The committed states of a row (views)."""
         return {key: buffer[self._entry(row, -1)] for key, buffer in self.buffers.items()}
 
-    def ensure(self, nodes: int) -> None:
-        """Make room for this many pending nodes."""
-        if nodes <= self.capacity:
+    def begin(self, nodes: Nodes) -> None:
+        """Make room for the nodes of the next call."""
+        if nodes.end <= self.capacity:
             return
-        old, new = self.capacity, max(nodes, 2 * self.capacity)
+        old, new = self.capacity, max(nodes.end, 2 * self.capacity)
         for key, buffer in self.buffers.items():
             grown = buffer.new_zeros(self.batch, 1 + new, *buffer.shape[1:])
             grown[:, : 1 + old] = buffer.view(self.batch, 1 + old, *buffer.shape[1:])
@@ -97,9 +98,9 @@ class NodeStates:
             self.buffers[key].index_copy_(0, targets, state.to(self.buffers[key].dtype))
         self._gathered = {}
 
-    def commit(self, row: int, node: int) -> None:
-        """The state of `node` becomes the committed one."""
-        source, target = self._entry(row, node), self._entry(row, -1)
+    def commit(self, row: int, path: Sequence[int]) -> None:
+        """The state after a path becomes the committed one."""
+        source, target = self._entry(row, path[-1]), self._entry(row, -1)
         for buffer in self.buffers.values():
             buffer[target] = buffer[source]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.cache.attention import ALIGNMENT, AttentionLayer, additive_mask, visibility
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.drafters.lm import LMDrafter, LMDraftState
+from outrider.models.attention import folded
 from outrider.models.draft_vocab import CutHead
 from outrider.models.feature_head import Attend, FeatureHead
 from outrider.models.mamba_mixer import MambaMixer
@@ -114,11 +114,13 @@ class HeadState:
         nodes, lengths = self.nodes, [length - low for length in self.lengths]
         ancestors_BNM = nodes.ancestors_BMM[:, start:end, :end]
         seen = visibility(lengths, base - low, nodes.depths_BM[:, :end], ancestors_BNM, window)
-        mask = additive_mask(seen, self.model.dtype, self.model.device)
+        config = self.model.head.config
+        few = folded(additive_mask(seen, self.model.dtype, self.model.device), config.num_heads // config.num_kv_heads)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = (t[:, :, low:] for t in self.layer.write(k, v, base + start, align=True))
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+            out = few(q.transpose(1, 2), keys, values, q.shape[-1] ** -0.5)
+            return out.reshape(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
 
         return attend
 

@@ -1,13 +1,14 @@
-"""Mamba-2's recurrence (state-space duality), with one group: all heads share what they write and read by.
+"""Mamba-2's recurrence (state-space duality): heads of one group share what they write and read by.
 
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t b_t^T        y_t = h_t c_t + D x_t        A < 0
 
 The same in many forms: single steps; attention-like (`quadratic`) and in chunks for whole sequences; attention-like for the nodes
-of a tree. Decays between two tokens are exponentials of differences of summed logs, masked before the exponential:
-ratios of exponentials would overflow.
+of a tree. Decays between two tokens are exponentials of differences of summed logs, masked before the exponential: ratios of
+exponentials would overflow. With groups, it is the recurrence of `linear` with keys b, values dt x and log decays A dt: those
+forms take trees and leave out the skip D x.
 
-Shapes: B rows, T tokens, H heads, P head size, S state size, F or N nodes, M pending nodes, L nodes of a path, K chunks, Q tokens
-of a chunk.
+Shapes: B rows, T tokens, H heads, G groups, P head size, S state size, F or N nodes, M pending nodes, L nodes of a path,
+K chunks, Q tokens of a chunk, Y known states. Forms without G have one group.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.mixers import linear
+from outrider.mixers.chains import Plan
 from outrider.mixers.shift import advance, delay
 
 CHUNK = 64
@@ -145,3 +148,28 @@ def after(state_HPS: Tensor, x_LHP: Tensor, b_LS: Tensor, dt_HL: Tensor, log_HL:
     left_HL = (last_H1 - log_HL).exp() * dt_HL
     added_XS = (left_HL.T[..., None] * x_LHP).flatten(1).T @ b_LS
     return last_H1.exp()[..., None] * state_HPS + added_XS.view(state_HPS.shape)
+
+
+def as_linear(x_BNHP: Tensor, b_BNGS: Tensor, dt_BNH: Tensor, A_H: Tensor) -> linear.Factors:
+    """The factors of nodes under `linear`."""
+    return linear.Factors(b_BNGS, dt_BNH[..., None] * x_BNHP, (dt_BNH * A_H)[..., None])
+
+
+def masked_groups(state_BHPS: Tensor, c_BNGS: Tensor, factors: linear.Factors, seen_BMM: Tensor) -> Tensor:
+    """Outputs [B, N, H, P] of the new nodes of a tree, all at once; see `linear.masked`."""
+    return linear.masked(state_BHPS.mT, c_BNGS, factors, seen_BMM)
+
+
+def chains(known_YHPS: Tensor, c_BNGS: Tensor, new: linear.Factors, plan: Plan) -> Tensor:
+    """Outputs [B, N, H, P] of a tree, stepped in chains."""
+
+    def transposed(state_FHPS: Tensor, *inputs: Tensor) -> tuple[Tensor]:
+        return linear.step(state_FHPS.mT, *inputs)
+
+    (y_BNHP,) = plan.run(known_YHPS, transposed, (c_BNGS, *new))
+    return y_BNHP
+
+
+def after_groups(state_HPS: Tensor, b_LGS: Tensor, u_LHP: Tensor, g_LH1: Tensor) -> Tensor:
+    """The state after a path, from its nodes' factors under `linear`."""
+    return linear.after(state_HPS.mT, b_LGS, u_LHP, g_LH1).mT

@@ -15,6 +15,7 @@ Shapes: B rows, T or N tokens, D width, H heads, E head size, C draft vocabulary
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.mamba_mixer import MambaMixer, Scan
+from outrider.models.norm import Norm
 
 CORES = ("attention", "ssm", "hybrid")
 
@@ -82,11 +84,11 @@ class FeatureHead(nn.Module):
         super().__init__()
         d, self.config = config.width, config
         self.head_size = d // config.num_heads
-        self.tap_norms = nn.ModuleList(nn.RMSNorm(d, eps=1e-5) for _ in config.taps)
+        self.tap_norms = nn.ModuleList(Norm(d) for _ in config.taps)
         self.fuse = nn.Linear(d * len(config.taps), d, bias=False)
-        self.token_norm, self.feature_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.token_norm, self.feature_norm = Norm(d), Norm(d)
         self.join = nn.Linear(2 * d, d, bias=False)
-        self.mixer_norm, self.ffn_norm = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.mixer_norm, self.ffn_norm = Norm(d), Norm(d)
         self.attends, self.scans = config.core != "ssm", config.core != "attention"
         if self.attends:
             self.qkv = nn.Linear(d, (config.num_heads + 2 * config.num_kv_heads) * self.head_size, bias=False)
@@ -95,7 +97,7 @@ class FeatureHead(nn.Module):
             self.ssm = MambaMixer(d, config.ssm_heads, config.ssm_head_size, config.ssm_state)
         self.up = nn.Linear(d, 2 * config.ffn, bias=False)
         self.down = nn.Linear(config.ffn, d, bias=False)
-        self.out_norm = nn.RMSNorm(d, eps=1e-5)
+        self.out_norm = Norm(d)
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab))
 
     def features(self, hidden_BTF: Tensor) -> Tensor:
@@ -143,9 +145,14 @@ class FeatureHead(nn.Module):
 
 def rotary(positions_BN: Tensor, size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, 1, N, size / 2] of rotary positions."""
-    steps = torch.arange(0, size, 2, device=positions_BN.device, dtype=torch.float32) / size
-    angles = positions_BN[:, None, :, None].float() * theta**-steps
+    angles = positions_BN[:, None, :, None] * _frequencies(size, theta, positions_BN.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept for training as well
+        return theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
 
 
 def rotate(x_BHNE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,7 +182,8 @@ def unrolled_attention(keys: list[Tensor], values: list[Tensor], window: int | N
         if window is not None:
             assert step < window
             seen_TT &= position[:, None] - position < window
-        scores = [(q_BHTE @ keys[0].mT).masked_fill(~seen_TT, torch.finfo(q_BHTE.dtype).min)]
+        known = q_BHTE @ keys[0].mT
+        scores = [known.masked_fill(~seen_TT, torch.finfo(known.dtype).min)]
         shifted = [(_delay(keys[j], step - j), _delay(values[j], step - j)) for j in range(1, step + 1)]
         scores += [(q_BHTE * k).sum(-1, keepdim=True) for k, _ in shifted]
         weights = torch.cat(scores, dim=-1).softmax(-1)

@@ -2,7 +2,7 @@
 
 transformers spends as long in Python as in arithmetic when few tokens are scored. This block fuses query, key and value, and gate
 and up projections, folds grouped heads into the query rows instead of copying keys, and uses packed weights where they help.
-It scores trees only; prompts still go through transformers' own forward, with the same cache. `selftest` compares both at load.
+Prompts and trees go through it; `selftest` compares it with transformers' own forward at load.
 
 Shapes: B rows, N nodes, D width, H query heads, G key-value heads, R = H / G, E head size, S slots, V vocabulary.
 """
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.cache.tree_cache import TreeCache
+from outrider.models.attention import Attend, causal, folded
 from outrider.models.packed import Product
-from outrider.models.tree_model import CachedTreeModel, Unsupported
+from outrider.models.taps import check_layers
+from outrider.models.tree_model import PREFILL_CHUNK, CachedTreeModel, Unsupported
 
-# Fewer query rows go through another matrix kernel, whose sums differ in the last bit: then one token scored alone and the same
-# token scored in a tree would not always agree.
-FEWEST_ROWS = 4
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 
@@ -63,15 +62,15 @@ class Block:
         self.after_ffn = Norm(layer.post_feedforward_layernorm, offset) if gemma else None
 
     def __call__(
-        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache, index: int
+        self, x_BND: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, cache: TreeCache, index: int
     ) -> Tensor:
-        mixed = self._attend(self.before_mixer(x_BND), rope, mask, cache, index)
+        mixed = self._mix(self.before_mixer(x_BND), rope, attend, cache, index)
         x_BND = x_BND + (self.after_mixer(mixed) if self.after_mixer else mixed)
         gate, up = self.gate_up(self.before_ffn(x_BND)).split(self.ffn, dim=-1)
         out = self.down(self.act(gate) * up)
         return x_BND + (self.after_ffn(out) if self.after_ffn else out)
 
-    def _attend(self, x_BND: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: TreeCache, index: int) -> Tensor:
+    def _mix(self, x_BND: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, cache: TreeCache, index: int) -> Tensor:
         batch, new, _ = x_BND.shape
         both = self.heads + self.groups
         qkv = self.qkv(x_BND).view(batch, new, both + self.groups, self.size)
@@ -83,14 +82,7 @@ class Block:
         qk = torch.addcmul(qk * cos, qk.roll(self.size // 2, -1), sin)
         q, k = qk.split([self.heads, self.groups], dim=2)
         keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
-        repeat = self.heads // self.groups
-        q = q.reshape(batch, new, self.groups, repeat, self.size).permute(0, 2, 3, 1, 4)
-        q = q.reshape(batch, self.groups, repeat * new, self.size)
-        if (spare := mask.shape[2] - repeat * new) > 0:
-            q = F.pad(q, (0, 0, 0, spare))
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scale)[:, :, : repeat * new]
-        out = out.unflatten(2, (repeat, new)).permute(0, 3, 1, 2, 4)
-        return self.mixed(out.reshape(batch, new, self.heads * self.size))
+        return self.mixed(attend(q, keys, values, self.scale).reshape(batch, new, self.heads * self.size))
 
 
 class LeanTreeModel(CachedTreeModel):
@@ -117,9 +109,11 @@ class LeanTreeModel(CachedTreeModel):
         types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
+        self.unembed = Product(model.get_output_embeddings())  # the largest first: then the peak of memory is lowest
         self.blocks = [Block(layer, kind, gemma) for layer, kind in zip(base.layers, types)]
-        self.norm, self.unembed = Norm(base.norm, gemma), Product(model.get_output_embeddings())
+        self.norm = Norm(base.norm, gemma)
         self.rotary, self.typed_rotary = base.rotary_emb, gemma
+        self.kinds = {block.kind for block in self.blocks}
         self.repeat = self.blocks[0].heads // self.blocks[0].groups
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.way = "lean decoder, tree mask"
@@ -132,27 +126,46 @@ class LeanTreeModel(CachedTreeModel):
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[:, :, None], signed[:, :, None]
 
-    def _mask(self, mask_B1NS: Tensor) -> Tensor:
-        """The mask of folded query rows, of which there are at least `FEWEST_ROWS`."""
-        folded = mask_B1NS.repeat(1, 1, self.repeat, 1)
-        return F.pad(folded, (0, 0, 0, max(0, FEWEST_ROWS - folded.shape[2])))
-
     @torch.inference_mode()
     def forward(
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
-        x_BND = self.embedding(ids_BN)
-        kinds = {block.kind for block in self.blocks}
-        ropes = {kind: self._rope(x_BND, positions_BN, kind) for kind in kinds}
-        masks = {kind: self._mask(mask[kind] if isinstance(mask, dict) else mask) for kind in kinds}
-        tapped: dict[int, Tensor] = {}
-        for index, block in enumerate(self.blocks):
-            x_BND = block(x_BND, ropes[block.kind], masks[block.kind], cache, index)
-            if index in taps:
-                tapped[index] = x_BND
+        masks = mask if isinstance(mask, dict) else dict.fromkeys(self.kinds, mask)
+        x_BND, features = self._run(
+            ids_BN, positions_BN, {kind: folded(masks[kind], self.repeat) for kind in self.kinds}, cache, taps
+        )
         logits_BNV = self.unembed(self.norm(x_BND))
         if self.cap:
             logits_BNV = torch.tanh(logits_BNV / self.cap) * self.cap
-        features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
         return logits_BNV, list(features) if features is not None else None
+
+    def _run(
+        self, ids_BN: Tensor, positions_BN: Tensor, attends: dict[str, Attend], cache: TreeCache, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs of the last block [B, N, D], and those at the taps side by side."""
+        x_BND = self.embedding(ids_BN)
+        ropes = {kind: self._rope(x_BND, positions_BN, kind) for kind in self.kinds}
+        tapped: dict[int, Tensor] = {}
+        for index, block in enumerate(self.blocks):
+            x_BND = block(x_BND, ropes[block.kind], attends[block.kind], cache, index)
+            if index in taps:
+                tapped[index] = x_BND
+        return x_BND, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None
+
+    @torch.inference_mode()
+    def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
+        check_layers(taps, len(self.blocks))
+        features = []
+        for at in range(0, len(tokens), PREFILL_CHUNK):
+            part = tokens[at : at + PREFILL_CHUNK]
+            start = cache.start = cache.seen
+            attends = {
+                kind: causal(len(part), start, self.windows.get(kind), self.dtype, self.device) for kind in self.kinds
+            }
+            positions = torch.arange(start, start + len(part), device=self.device)[None]
+            ids = torch.tensor([list(part)], device=self.device)
+            _, tapped = self._run(ids, positions, attends, cache, taps)
+            features += [] if tapped is None else [tapped[0]]
+            cache.seen += len(part)
+        return torch.cat(features) if features else torch.empty(0)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from . import gdn
 from .catalog import ALIASES, DEFAULT
 from .convert import alias_folder, convert_alias, convert_file, first_line, is_converted, quiet_transformers
 from .fetch import fetched_package
@@ -237,6 +238,7 @@ def _live(model: Any, dtype: str | torch.dtype | None, device: str | torch.devic
 
 
 def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    gdn.register()
     try:
         # The hub keeps its bars: a download may take minutes.
         with nullcontext() if source == "hub" else quiet_transformers():

@@ -19,6 +19,7 @@ from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.models.draft_vocab import CutHead
 from outrider.models.mamba_mixer import MambaMixer, Scan
+from outrider.models.norm import Norm
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 from outrider.models.scans import PromptScan, TreeScan, scan_sequence
@@ -56,11 +57,11 @@ class MambaBlock(nn.Module):
     def __init__(self, config: MambaDrafterConfig, layer: int) -> None:
         super().__init__()
         d = config.width
-        self.norm = nn.RMSNorm(d, eps=1e-5)
+        self.norm = Norm(d)
         self.mixer = MambaMixer(d, config.num_heads, config.head_size, config.state_size, layer)
         self.gated = config.ffn > 0
         if self.gated:
-            self.ffn_norm = nn.RMSNorm(d, eps=1e-5)
+            self.ffn_norm = Norm(d)
             self.up, self.down = nn.Linear(d, 2 * config.ffn, bias=False), nn.Linear(config.ffn, d, bias=False)
 
     def forward(self, x_BND: Tensor, scan: Scan) -> Tensor:
@@ -81,9 +82,9 @@ class MambaBlocks(nn.Module):
     def __init__(self, config: MambaDrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.in_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.in_norm = Norm(config.width)
         self.blocks = nn.ModuleList(MambaBlock(config, layer) for layer in range(config.layers))
-        self.out_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.out_norm = Norm(config.width)
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab))
 
     def forward(self, embedded_BND: Tensor, scan: Scan = scan_sequence) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.cache.factors import MixerSizes
+from outrider.models.norm import Norm
 
 TAPS = 4  # of the short convolution
 
@@ -40,7 +41,7 @@ class MambaMixer(nn.Module):
         self.conv_bias = nn.Parameter(torch.zeros(self.channels))
         self.dt_bias, self.A_log = nn.Parameter(torch.empty(num_heads)), nn.Parameter(torch.empty(num_heads))
         self.D = nn.Parameter(torch.ones(num_heads))
-        self.norm = nn.RMSNorm(self.inner, eps=1e-5)
+        self.norm = Norm(self.inner)
         self.out_proj = nn.Linear(self.inner, width, bias=False)
         self._reset()
 

@@ -4,7 +4,8 @@
 are multiplied. oneDNN can keep the reordered weight; torch offers that only through private operators, so they are used
 here and nowhere else, after a check that they exist and give the very same numbers.
 
-Packing is active only inside `Packed.active()`: a model that the caller uses on its own behaves as before.
+Weights that are mapped from a file are given back once they are packed. Packing is active only inside `Packed.active()`: a model
+that the caller uses on its own behaves as before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from outrider.models.resident import release
 
 WORKING_ROWS = 16  # packing for one row makes more rows slower
 MOST_ROWS = 64  # beyond this the plain kernel is as good
@@ -31,6 +34,8 @@ class Packed:
         layers = [m for m in linears if _packable(m)]
         if layers and _works(layers[0]):
             self.weights = {layer: pack(layer.weight) for layer in layers}
+            for layer in layers:
+                release(layer.weight)
         for layer in self.weights:
             layer.__class__ = _SwitchedLinear
             vars(layer)["switch"] = _Switch(self)
@@ -84,6 +89,9 @@ class Product:
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.packed = all(_packable(layer) for layer in layers) and _works(layers[0])
         self.weight = pack(joined) if self.packed else joined
+        if self.packed:
+            for layer in layers:
+                release(layer.weight)
         if not self.packed and len(layers) > 1:
             for layer, part in zip(layers, joined.split([len(w) for w in weights])):
                 layer.weight.data = part

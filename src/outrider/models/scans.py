@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.cache.factors import Factors, window_slots
+from outrider.cache.factors import Factors
+from outrider.cache.nodes import window_slots
 from outrider.cache.pending import Pending
 from outrider.mixers import short_conv, ssd
 from outrider.models.mamba_mixer import TAPS, MambaMixer
@@ -64,7 +65,7 @@ class TreeScan:
     def __init__(self, factors: Factors, nodes: Pending, start: int) -> None:
         factors.ensure(nodes.count)
         self.factors, self.start, self.end = factors, start, nodes.count
-        slots_BNK = window_slots(nodes, start, TAPS - 1)
+        slots_BNK = window_slots(nodes, start, TAPS - 1, TAPS)
         first_B = np.arange(nodes.batch) * (TAPS - 1 + factors.capacity)
         self.slots_X = torch.from_numpy((first_B[:, None, None] + slots_BNK).ravel()).to(factors.device)
         seen = nodes.ancestors_BMM[:, start : self.end, : self.end]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
@@ -21,6 +22,7 @@ from outrider.models.tree_model import CachedTreeModel, Unsupported, context_len
 PREFIX = 5
 PARENTS = (-1, 0, 0, 1, 2, 3)
 PATH = (0, 2, 4)
+SECOND = 3  # nodes of the tree after the commit
 LONGEST = PREFIX + len(PATH) + 2  # positions that the test reaches
 # largest allowed difference, relative to the largest logit; rounding stays far below, a leaking sibling far above
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -85,14 +87,20 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     if room is not None and room < LONGEST:
         raise ValueError(f"the model's context of {room} tokens is too short to test; it must hold at least {LONGEST}")
     notes: list[str] = []
-    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (LeanTreeModel, CachedTreeModel, StepwiseTreeModel)
+    ways: tuple[Callable[[PreTrainedModel], Any], ...] = (
+        LeanTreeModel,
+        FactorTreeModel,
+        CachedTreeModel,
+        StepwiseTreeModel,
+    )
     limit = TOLERANCE.get(model.dtype, 1e-4)
+    plain = Plain(model)
     for way in ways:
         try:
             candidate = way(model)
-            error = tree_error(candidate)
+            error = tree_error(candidate, plain)
         except Unsupported as reason:
-            notes.append(f"not {way.__name__}: {reason}")
+            notes += [f"not {way.__name__}: {reason}"] if str(reason) else []
             continue
         except (
             RuntimeError,
@@ -106,47 +114,66 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
             notes.append(f"not {way.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200])
             continue
         if error <= limit:
-            chunked = getattr(candidate, "chunked_prefill", False) or _allow_chunks(candidate, limit)
+            chunked = getattr(candidate, "chunked_prefill", False) or _allow_chunks(candidate, plain, limit)
             return candidate, SelfTest(candidate.way, error, chunked, notes)
         notes.append(f"not {way.__name__}: tree logits are off by {error:.1e} (limit {limit:.0e})")
     slow = RecomputeTreeModel(model)
-    return slow, SelfTest(slow.way, tree_error(slow), False, notes)
+    return slow, SelfTest(slow.way, tree_error(slow, plain), False, notes)
+
+
+class Plain:
+    """What plain forwards of the model say after every path of the test's trees.
+
+    They are run before anything is packed: then weights need not be in memory in two layouts at once.
+
+    Raises:
+        ValueError: when they are not finite.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel) -> None:
+        vocab = model.config.get_text_config().vocab_size
+        tokens = [(7 * i + 3) % vocab for i in range(PREFIX + 2 * len(PARENTS))]
+        self.prefix, self.first = tokens[:PREFIX], tokens[PREFIX : PREFIX + len(PARENTS)]
+        self.second = tokens[PREFIX + len(PARENTS) :][:SECOND]
+        committed = self.prefix + [self.first[node] for node in PATH]
+        self.after_first = self._logits(model, self.prefix, self.first)
+        self.after_second = self._logits(model, committed, self.second)
+
+    @staticmethod
+    def _logits(model: PreTrainedModel, prefix: list[int], tokens: list[int]) -> list[torch.Tensor]:
+        """Logits [V] after each node of a tree behind a prefix."""
+        found = []
+        for node in range(len(tokens)):
+            path, at = [], node
+            while at >= 0:
+                path.append(tokens[at])
+                at = PARENTS[at]
+            ids = torch.tensor([prefix + path[::-1]], device=model.device)
+            found.append(model(input_ids=ids).logits[0, -1].float())
+            if not torch.isfinite(found[-1]).all():
+                raise ValueError(
+                    "the model's logits are not finite on a plain forward; its weights are damaged or the dtype too narrow: "
+                    "try dtype float32"
+                )
+        return found
 
 
 @torch.inference_mode()
-def tree_error(candidate: Any) -> float:
+def tree_error(candidate: Any, plain: Plain) -> float:
     """Largest difference between tree logits and plain forwards, relative to the largest logit."""
-    vocab = candidate.vocab
-    tokens = [(7 * i + 3) % vocab for i in range(PREFIX + 2 * len(PARENTS))]
-    prefix, first, second = tokens[:PREFIX], tokens[PREFIX : PREFIX + len(PARENTS)], tokens[PREFIX + len(PARENTS) :]
-    state = candidate.begin([prefix], room=len(PARENTS))
-    logits = state.extend([first], [PARENTS])[0]
-    error = _compare(candidate, prefix, first, logits)
+    state = candidate.begin([plain.prefix], room=len(PARENTS))
+    error = _apart(state.extend([plain.first], [PARENTS])[0], plain.after_first)
     state.commit([PATH])
-    committed = prefix + [first[node] for node in PATH]
-    logits = state.extend([second[:3]], [PARENTS[:3]])[0]
-    return max(error, _compare(candidate, committed, second[:3], logits))
+    return max(error, _apart(state.extend([plain.second], [PARENTS[:SECOND]])[0], plain.after_second))
 
 
-def _compare(candidate: Any, prefix: list[int], tokens: list[int], logits_NV: torch.Tensor) -> float:
-    error = 0.0
-    for node in range(len(tokens)):
-        path, at = [], node
-        while at >= 0:
-            path.append(tokens[at])
-            at = PARENTS[at]
-        ids = torch.tensor([prefix + path[::-1]], device=candidate.device)
-        expected_V = candidate.model(input_ids=ids).logits[0, -1].float()
-        if not torch.isfinite(expected_V).all():
-            raise ValueError(
-                "the model's logits are not finite on a plain forward; its weights are damaged or the dtype too narrow: "
-                "try dtype float32"
-            )
-        error = max(error, float((logits_NV[node].float() - expected_V).abs().max() / expected_V.abs().max()))
-    return error
+def _apart(logits_NV: torch.Tensor, expected: list[torch.Tensor]) -> float:
+    pairs = zip(logits_NV.float(), expected)
+    return max(float((got_V - true_V).abs().max() / true_V.abs().max()) for got_V, true_V in pairs)
 
 
-def _allow_chunks(candidate: Any, limit: float) -> bool:
+def _allow_chunks(candidate: Any, plain: Plain, limit: float) -> bool:
     """Whether a block may be fed onto an existing state, so that long prompts can be prefilled in pieces."""
     if not isinstance(candidate, CachedTreeModel):
         return False
@@ -155,7 +182,7 @@ def _allow_chunks(candidate: Any, limit: float) -> bool:
     candidate.chunked_prefill, whole = True, module.PREFILL_CHUNK
     module.PREFILL_CHUNK = 3
     try:
-        candidate.chunked_prefill = tree_error(candidate) <= limit
+        candidate.chunked_prefill = tree_error(candidate, plain) <= limit
     finally:
         module.PREFILL_CHUNK = whole
     return candidate.chunked_prefill

@@ -50,16 +50,23 @@ def tapping(model: nn.Module, layers: Sequence[int]) -> Iterator[Taps]:
     taps, hooks = Taps(layers), []
     if layers:
         stack = decoder_layers(model)
-        if any(not 0 <= layer < len(stack) for layer in layers):
-            raise ValueError(
-                f"layers {list(layers)} are not among the model's {len(stack)}; use a drafter made for this target"
-            )
+        check_layers(layers, len(stack))
         hooks = [stack[layer].register_forward_hook(taps.collector(layer)) for layer in set(layers)]
     try:
         yield taps
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Refuse layers that a stack of `count` does not have.
+
+    Raises:
+        ValueError: in that case.
+    """
+    if any(not 0 <= layer < count for layer in layers):
+        raise ValueError(f"layers {list(layers)} are not among the model's {count}; use a drafter made for this target")
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

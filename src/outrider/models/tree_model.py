@@ -1,6 +1,7 @@
 """Any transformers causal language model as a TreeModel, through `TreeCache`.
 
-Attention layers score all nodes in one pass under a tree mask; recurrent mixers step the nodes in waves. Whether a family's
+Attention layers score all nodes in one pass under a tree mask; recurrent mixers step the nodes in waves (`FactorTreeModel` has a
+faster way). Whether a family's
 code really computes that is not assumed but tested at load (`selftest`).
 
 Shapes: B rows, N new nodes, V vocabulary.
@@ -19,14 +20,18 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from outrider.cache.attention import additive_mask, visibility
+from outrider.cache.factor_states import FactorStates
+from outrider.cache.nodes import Nodes
 from outrider.cache.pending import Pending
-from outrider.cache.recurrent import StateSpec
-from outrider.cache.tree_cache import TreeCache, find_mixers, wrap_mixer
+from outrider.cache.recurrent import NodeStates, StateKey, StateSpec
+from outrider.cache.tree_cache import TreeCache
+from outrider.models.mixer_calls import find_mixers, wrap_mixer
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 from outrider.models.taps import tapping
 
 PREFILL_CHUNK = 1024
+NODES = 32  # that buffers of recurrent states hold before they grow
 # Rare node counts cost: oneDNN builds a kernel for every new number of rows. A few sizes are enough.
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -65,17 +70,22 @@ class CachedTreeModel:
         """The model's linear layers, packed when trees are first scored through them."""
         return Packed(self.model)
 
-    def _discover_states(self) -> dict[tuple[str, int, int], StateSpec]:
+    def _discover_states(self) -> dict[StateKey, StateSpec]:
         cache = TreeCache(capacity=8)
-        with find_mixers(self.model, cache) as mixers:
-            self._feed(cache, [0, 0, 0])
-        for mixer in mixers:
+        with find_mixers(self.model, cache) as self.mixers:
+            self._feed_chunks(cache, [0, 0, 0])
+        for mixer in self.mixers:
             wrap_mixer(mixer)
         return {key: StateSpec(tuple(s.shape), s.dtype) for key, s in cache.prefilled_states().items()}
 
     @torch.inference_mode()
-    def _feed(self, cache: TreeCache, tokens: Sequence[int]) -> None:
-        """Prefill tokens behind what the cache has seen, without the vocabulary head."""
+    def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
+        """Prefill tokens behind what the cache has seen, without the vocabulary head; hidden states at the taps."""
+        with tapping(self.model, taps) as reader:
+            self._feed_chunks(cache, tokens)
+        return reader.everything()
+
+    def _feed_chunks(self, cache: TreeCache, tokens: Sequence[int]) -> None:
         chunk = PREFILL_CHUNK if getattr(self, "chunked_prefill", False) else max(len(tokens), 1)
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
@@ -92,13 +102,16 @@ class CachedTreeModel:
         caches, features = [], []
         for prompt in prompts:
             cache = TreeCache(max(map(len, prompts)) + room + NODE_BUCKETS[-1])
-            with tapping(self.model, taps) as reader:
-                self._feed(cache, prompt)
+            features.append(self._feed(cache, prompt, taps))
             caches.append(cache)
-            features.append(reader.everything())
-        state = CachedTreeState(self, TreeCache.stack(caches, self.specs, self.device), [len(p) for p in prompts])
+        cache = TreeCache.stack(caches, self.new_states(len(prompts)) if self.specs else None)
+        state = CachedTreeState(self, cache, [len(p) for p in prompts])
         state.taps, state.features = tuple(taps), features if taps else None
         return state
+
+    def new_states(self, batch: int) -> NodeStates | FactorStates:
+        """Recurrent states of so many rows."""
+        return NodeStates(self.specs, batch, NODES, self.device)
 
     def state_bytes_per_node(self) -> int:
         """Memory of the dense recurrent states of one pending node."""
@@ -150,8 +163,7 @@ class CachedTreeState:
         base = max(self.lengths)
         start, waves = self.nodes.add(parents, size)
         end = start + size
-        wave_parents = [[int(self.nodes.parents_BM[row, node]) for row, node in wave] for wave in waves]
-        self.cache.begin_nodes(base, start, waves, wave_parents)
+        self.cache.begin_nodes(base, Nodes(self.nodes, parents, start, waves, self.model.device))
         depths_BM = self.nodes.depths_BM[:, :end]
         visible = {
             window: visibility(self.lengths, base, depths_BM, self.nodes.ancestors_BMM[:, start:end, :end], window)

@@ -88,6 +88,16 @@ def feature_file(shard: Path, taps: tuple[int, ...]) -> Path:
     return shard.with_name(f"features-{'-'.join(map(str, taps))}-{shard.name}")
 
 
+def find_features(shard: Path, taps: tuple[int, ...]) -> tuple[Path, tuple[int, ...]] | None:
+    """A feature file of a shard that holds these taps, and all the taps that it holds."""
+    for path in sorted(shard.parent.glob(f"features-*-{shard.name}")):
+        named = path.name.removeprefix("features-").removesuffix(f"-{shard.name}")
+        held = tuple(int(tap) for tap in named.split("-") if tap.isdigit())
+        if set(taps) <= set(held):
+            return path, held
+    return None
+
+
 @torch.inference_mode()
 def compute_features(
     engine: Engine,
@@ -99,9 +109,8 @@ def compute_features(
     """Run the target over every shard that has no feature file yet."""
     shards = sorted(folder.glob(pattern))
     for number, shard in enumerate(shards):
-        path = feature_file(shard, taps)
         tell(number, len(shards), "hidden states of shards")
-        if path.exists():
+        if find_features(shard, taps):
             continue
         data = load_file(shard)
         rows = torch.split(data["tokens"], data["row_lengths"].tolist())
@@ -110,7 +119,7 @@ def compute_features(
             state = engine.target.begin([row.tolist()], 0, taps)
             assert state.features is not None
             hidden.append(state.features[0].to(torch.bfloat16))
-        save_atomically({"hidden": torch.cat(hidden)}, path)
+        save_atomically({"hidden": torch.cat(hidden)}, feature_file(shard, taps))
     tell(len(shards), len(shards), "hidden states of shards")
 
 
@@ -120,28 +129,33 @@ def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safete
     Raises:
         ValueError: when there are none.
     """
-    ready = [shard for shard in sorted(folder.glob(pattern)) if feature_file(shard, taps).exists()]
-    found = [example for shard in ready for example in _of_shard(shard, taps)]
+    found = [example for shard in sorted(folder.glob(pattern)) for example in _of_shard(shard, taps)]
     if not found:
         raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
     return found
 
 
 def _of_shard(shard: Path, taps: tuple[int, ...]) -> Iterator[Example]:
-    data = load_file(shard)
-    path, start = feature_file(shard, taps), 0
+    features = find_features(shard, taps)
+    if features is None:
+        return
+    data, start = load_file(shard), 0
     rows = torch.split(data["tokens"], data["row_lengths"].tolist())
     for ids, prompt, temperature in zip(rows, data["prompt_lengths"].tolist(), data["temperatures"].tolist()):
         length = min(len(ids), LONGEST)
         if prompt < length - 1:
-            yield Example(ids[:length].long(), prompt, round(temperature, 3), _reader(path, start, length))
+            hidden = _reader(*features, taps, slice(start, start + length))
+            yield Example(ids[:length].long(), prompt, round(temperature, 3), hidden)
         start += len(ids)
 
 
-def _reader(path: Path, start: int, length: int) -> Callable[[], Tensor]:
+def _reader(path: Path, held: tuple[int, ...], taps: tuple[int, ...], rows: slice) -> Callable[[], Tensor]:
     def read() -> Tensor:
         with safe_open(path, "pt") as file:
-            rows: Tensor = file.get_slice("hidden")[start : start + length]
-        return rows
+            hidden: Tensor = file.get_slice("hidden")[rows]
+        if held == taps:
+            return hidden
+        parts = hidden.chunk(len(held), dim=-1)
+        return torch.cat([parts[held.index(tap)] for tap in taps], dim=-1)
 
     return read

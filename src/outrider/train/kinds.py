@@ -66,7 +66,7 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
             "llama-like target, or `outrider table`"
         )
     if plan.init is not None and plan.kind in ("head", "mamba"):
-        return _known(engine, plan, Path(plan.init))
+        return _known(engine, plan, found, settings, Path(plan.init))
     vocab = engine.model.config.get_text_config().vocab_size
     path = run / "draft_ids.safetensors"
     if not path.exists():
@@ -90,20 +90,33 @@ def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSett
     return HeadStudent(engine, head)
 
 
-def _known(engine: Engine, plan: Plan, folder: Path) -> Student:
-    """A trained head or Mamba, to be trained on."""
+def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, folder: Path) -> Student:
+    """A trained head or Mamba, to be trained on; a head may get another core."""
     from outrider.drafters.folder import load_module
 
     module = load_module(folder, engine.model).float()
     if isinstance(module, MambaBlocks) and plan.kind == "mamba":
         return MambaStudent(engine, module)
-    if isinstance(module, FeatureHead) and plan.kind == "head":
-        known = module.config
-        if known.core == plan.core and known.taps == (plan.taps or default_taps(engine)):
+    taps = plan.taps or default_taps(engine)
+    if isinstance(module, FeatureHead) and plan.kind == "head" and module.config.taps == taps:
+        if module.config.core == plan.core:
             return HeadStudent(engine, module)
-    raise ValueError(
-        f"{folder} holds another drafter than the one asked for; start from one of the same kind, core and taps"
-    )
+        size = len(module.draft_ids)
+        return HeadStudent(engine, graft(new_head(engine, found, taps, size, settings.seed, plan.core), module))
+    raise ValueError(f"{folder} holds another drafter than the one asked for; start from one of the same kind and taps")
+
+
+@torch.no_grad()
+def graft(fresh: FeatureHead, known: FeatureHead) -> FeatureHead:
+    """A head of another core that keeps all that a trained one can give it. What is new in it starts by adding nothing."""
+    own, given = fresh.state_dict(), known.state_dict()
+    shared = {name: t for name, t in given.items() if name in own and own[name].shape == t.shape}
+    fresh.load_state_dict({**own, **shared})
+    if fresh.scans and not known.scans:
+        fresh.ssm.out_proj.weight.zero_()
+    if fresh.attends and not known.attends:
+        fresh.mixed.weight.zero_()
+    return fresh
 
 
 def _llama(engine: Engine, plan: Plan, seed: int) -> Any:

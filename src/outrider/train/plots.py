@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-
-@contextmanager
-def picture(path: Path, columns: int = 1) -> Iterator[tuple[Any, ...]]:
-    """Axes side by side; written to `path` at the end of the block."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, figsize=(5.5 * columns, 4), squeeze=False, layout="constrained")
-    try:
-        yield tuple(axes[0])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    finally:
-        pyplot.close(figure)
+from outrider.picture import picture
 
 
 def learning_curve(curve: Sequence[Mapping[str, float]], path: Path) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 SSM_HEAD_SIZE = 64
+STRAIGHT = 0.1  # of a token's own embedding in the stream of a fresh Mamba drafter
 
 
 class Student(Protocol):
@@ -193,6 +194,8 @@ def new_mamba(
     )
     blocks.draft_ids = frequent_tokens(examples, blocks.config.draft_vocab, config.vocab_size)
     _initialize(blocks, engine)
+    # embedding and vocabulary head are tied: what goes straight through would foretell every token as its own successor
+    nn.init.constant_(blocks.in_norm.weight, STRAIGHT)
     return blocks
 
 

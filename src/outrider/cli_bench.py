@@ -1,0 +1,175 @@
+"""Commands that measure and prove: `certify`, and `bench speed`, `round`, `mixers`."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust, load_pair, print_json
+
+
+def register(app: typer.Typer, bench: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(certify)
+    bench.command()(speed)
+    bench.command("round")(round_)
+    bench.command()(mixers)
+
+
+def certify(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    prompts: Annotated[
+        str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
+    ] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="For the sampled checks.")] = 0.7,
+    samples: Annotated[int, typer.Option(help="Draws for the exact-law test of mss.")] = 400,
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes to try; repeatable.")] = None,
+    rules: Annotated[str, typer.Option(help="What to prove: greedy, coupled, mss.")] = "greedy,coupled,mss",
+    seed: Annotated[int, typer.Option(help="Seed of the sampled checks.")] = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Prove on your own pair that speculation changes nothing. Exit 0: certified; 1: not, with the evidence."""
+    from outrider.bench.certify import DEFAULT_SHAPES
+    from outrider.bench.certify import certify as prove
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("certify", quiet=json) as tell:
+        certificate = prove(
+            engine,
+            load_tasks(prompts, limit),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            samples=samples,
+            seeds=(seed,),
+            shapes=tuple(shape) if shape else DEFAULT_SHAPES,
+            rules=tuple(rules.split(",")),
+            progress=tell,
+        )
+    if json:
+        print_json(certificate.to_json())
+    else:
+        certificate.render(Console())
+    raise typer.Exit(0 if certificate.certified else 1)
+
+
+def speed(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[
+        str,
+        typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas."),
+    ] = "humaneval,gsm8k,mtbench,copy",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    methods: Annotated[
+        str, typer.Option(help="transformers, transformers-lookup, plain, auto and shapes like chain5 or 3x2x2.")
+    ] = "transformers,transformers-lookup,plain,auto",
+    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare decoding methods prompt by prompt, and check that all write the same text."""
+    from outrider.bench.report import render, to_json
+    from outrider.bench.runner import parse_methods, run_speed
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    chosen = parse_methods(methods)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("bench speed", quiet=json) as tell:
+        report = run_speed(
+            engine,
+            load_tasks(tasks, limit),
+            chosen,
+            max_new_tokens,
+            repeat=repeat,
+            temperature=temperature,
+            seed=seed,
+            progress=tell,
+        )
+    if json:
+        print_json(to_json(report, limit=limit))
+    else:
+        render(report, Console())
+
+
+def round_(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2 ...")] = "auto",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Tell where the milliseconds of a round go: drafting, verification, sampling, commit, Python."""
+    from outrider.bench.profile import plot, profile_rounds, render
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    prompts = [prompt.encode(engine) for prompt in load_tasks(tasks, limit)]
+    with progress("bench round", quiet=json) as tell:
+        options: dict[str, Any] = {"shape": shape, "temperature": temperature, "seed": seed}
+        found = profile_rounds(engine, prompts, max_new_tokens, tell, **options)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "round.json").write_text(jsonlib.dumps(found.to_json(), indent=1) + "\n")
+        plot(found, out / "round.png")
+    if json:
+        print_json(found.to_json())
+    else:
+        render(found, Console())
+
+
+def mixers(
+    repeat: Annotated[int, typer.Option(help="Times that everything is measured; the best counts.", min=1)] = 20,
+    layers: Annotated[int, typer.Option(help="Layers that commits are measured over.", min=1)] = 8,
+    plot: Annotated[str | None, typer.Option(help="Write a picture to this PNG file.")] = None,
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure how recurrent layers score trees and commit, against replaying paths and tokens."""
+    import torch
+
+    from outrider.bench import mixers_report
+    from outrider.bench.mixers import run_mixers
+    from outrider.models.loading import pick_device
+    from outrider.progress import progress
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress("bench mixers", quiet=json) as tell:
+        report = run_mixers(pick_device(device), repeat, layers=layers, tell=tell)
+    if plot is not None:
+        mixers_report.plot(report, Path(plot))
+    if json:
+        print_json(report)
+    else:
+        mixers_report.render(report, Console())

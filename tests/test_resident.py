@@ -1,0 +1,59 @@
+"""Weights that were packed are given back, and nothing that was written is ever lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from outrider.models.packed import Packed
+from outrider.models.resident import release
+
+SIZE = 512
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages are a file's")
+
+
+def mapped(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor that is mapped from a file, and its values."""
+    values = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    save_file({"weight": values}, folder / "weights.safetensors")
+    with safe_open(folder / "weights.safetensors", "pt") as file:
+        return file.get_tensor("weight"), values
+
+
+def test_a_mapped_tensor_is_given_back_and_reads_the_same(tmp_path: Path) -> None:
+    weight, values = mapped(tmp_path)
+    assert torch.equal(weight, values)  # now in memory
+    assert release(weight) > 0.9 * weight.numel() * 2
+    assert release(weight) == 0  # nothing of it is in memory any more
+    assert torch.equal(weight, values)
+
+
+def test_what_was_written_stays(tmp_path: Path) -> None:
+    weight, values = mapped(tmp_path)
+    weight[SIZE // 2] = 1.0
+    assert release(weight) == 0
+    values[SIZE // 2] = 1.0
+    assert torch.equal(weight, values)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(SIZE, SIZE), torch.ones(3), torch.empty(0)])
+def test_ordinary_memory_stays(tensor: torch.Tensor) -> None:
+    before = tensor.clone()
+    assert release(tensor) == 0 and torch.equal(tensor, before)
+
+
+def test_a_packed_layer_still_has_its_weights(tmp_path: Path) -> None:
+    weight, values = mapped(tmp_path)
+    layer = torch.nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    x = torch.ones(2, SIZE, dtype=torch.bfloat16)
+    plain, packed = layer(x), Packed(torch.nn.Sequential(layer))
+    with packed.active():
+        assert torch.equal(layer(x), plain)
+    assert torch.equal(layer.weight, values)

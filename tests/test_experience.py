@@ -50,7 +50,7 @@ def test_a_second_engine_begins_where_the_first_ended(folder: Path) -> None:
     second = tuned().generate(list(PROMPT), max_new_tokens=200)
     assert second.token_ids == texts[0].token_ids == expected("llama", max_new_tokens=200)
     known = Engine(tiny("llama"), None, "llama", lm("llama")).controller()
-    assert isinstance(known, Counterfactual) and known.plain_weight > 0 and known.drafts.count > 0
+    assert isinstance(known, Counterfactual) and known.clocks.weight > 0 and known.clocks.asked > 0
 
 
 def test_every_pair_has_a_file_of_its_own(folder: Path) -> None:
@@ -99,10 +99,10 @@ def damage(kind: str, file: Path) -> None:
     elif kind == "pair":
         file.write_text(json.dumps(value | {"about": ABOUT | {"drafter": "x"}}))
     elif kind == "state":
-        file.write_text(json.dumps(value | {"state": {"plain": [1, 2]}}))
+        file.write_text(json.dumps(value | {"state": {"clocks": {"rounds": [1, 2]}}}))
     else:
         assert kind == "infinite"
-        value["state"]["passes"][1] = float("inf")
+        value["state"]["clocks"]["passes"][1] = float("inf")
         file.write_text(json.dumps(value))
 
 

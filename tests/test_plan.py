@@ -245,7 +245,7 @@ def test_regret_writes_a_picture_and_numbers(folder: Path, tmp_path: Path) -> No
         "bench", "regret", *more, "--limit", 3, "--max-new-tokens", 40, "--out", tmp_path / "real", "--json"
     )
     assert code == 0, err
-    assert json.loads(out)["speed"]["chain7"] == 1.0  # a drafter that is always right
+    assert json.loads(out)["speed"]["chain7@0.08"] == 1.0  # a drafter that is always right
     assert (tmp_path / "real" / "regret.png").exists()
 
 

@@ -60,7 +60,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
-    shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2, best16, or paths [[0],[0,0],[1]].")] = "auto",
+    shape: Annotated[
+        str, typer.Option(help="auto, ucb, off, chain5, 3x2x2, best16, best16x6@0.05, or [[0],[0,0],[1]].")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this total probability.")] = 1.0,

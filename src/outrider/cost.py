@@ -155,10 +155,17 @@ class Fit:
         self.uy += weight * u * y
         self.vy += weight * v * y
 
+    def sums(self) -> list[float]:
+        """All that is remembered."""
+        return [self.count, self.uu, self.uv, self.vv, self.uy, self.vy]
+
+    def restore(self, sums: Sequence[float]) -> None:
+        """Remember what `sums` gave."""
+        self.count, self.uu, self.uv, self.vv, self.uy, self.vy = sums
+
     def scale(self, factor: float) -> None:
         """Let all that was seen weigh `factor` times as much."""
-        for name in ("count", "uu", "uv", "vv", "uy", "vy"):
-            setattr(self, name, getattr(self, name) * factor)
+        self.restore([value * factor for value in self.sums()])
 
     def solve(self, unit: float = 1.0) -> tuple[float, float]:
         """a and b; zeros before the first observation.

@@ -11,16 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.cost import Acceptance, Fit, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.clocks import LARGEST_UNIT, Clocks
+from outrider.cost import Acceptance, beyond, drafted_by, fastest_tree, reached, tails
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, Shape
 
-LARGEST_UNIT = 1e9
 REFRESH, SOON = 32, 8  # rounds between updates of what unseen parts of trees may bring; after a new shape was tried
 REGROW = 256  # rounds between searches for a better tree
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 BELIEVED = 2.0  # rounds that a shape's first estimate is worth
-OWN, ODD = 4.0, 1.5  # rounds before a shape's own clock counts as much as what is expected, and how far off one may be
 BETTER = 1.03  # a new tree takes the place of the one before when it promises to be faster by this factor
 OPTIMISM, ENOUGH = 0.5, 20.0  # of a shape of which one round is known; rounds after which a shape is known well enough
 CHEAP = 0.05  # trials that cost less than this share of a round are as good as one that does
@@ -34,12 +33,10 @@ class _Arm:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.levels, self.feeds = shape.depth, shape.feeds
         self.weight = self.emitted = self.nodes = 0.0
         self.hoped = 0.0  # tokens expected where rounds did not tell what this shape would have met,
         self.open: dict[tuple[int, int, int], float] = {}  # and where that was: (node, its depth, children known wrong)
         self.known = 0.0  # rounds in which it is certain what this shape would have emitted
-        self.clocked = self.ratio = 0.0  # rounds drafted with it, and their seconds over those expected
         self.tails: list[float] = []
         self.speed = self.seconds = self.length = 0.0
 
@@ -93,13 +90,12 @@ class Counterfactual:
                 raise ValueError(f"{arm.name} grows otherwise in every round and cannot be compared; give fixed shapes")
         self.discount, self.explore, self.margin = discount, explore, margin
         self.acceptance = Acceptance()
-        self.passes, self.drafts = Fit(0.02), Fit(0.05)
-        self.plain = self.plain_weight = 0.0
-        self.unit = self.clock_unit = 1.0
+        self.unit = 1.0  # weight of the newest round
+        self.clocks = Clocks(discount)
+        self.sizes = {1: self.clocks}  # by the number of rows, in powers of two
         self.purse: float | None = None  # seconds that exploring may still cost
         self.rows, self.rounds, self.spread, self.up, self.down = 1, 0, 1.0, 0.0, 0.0
         self.due = REFRESH  # the round in which to think again about unseen parts of trees
-        self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
         self.chances = self.acceptance.chances()
         self.off = _Arm(OFF)
         self.grown: str | None = None
@@ -120,34 +116,23 @@ class Counterfactual:
 
     def choose(self) -> Shape:
         """The fastest shape, or one worth exploring. The first round is plain: all others are compared with it."""
-        if not self.plain_weight or not self.arms:
+        if not self.clocks.weight or not self.arms:
             return OFF
         self._estimate()
-        if not self.drafts.count:  # nobody knows yet what drafting takes: begin with little
-            return min(self.arms.values(), key=lambda arm: arm.levels).shape
+        if not self.clocks.asked:  # nobody knows yet what drafting takes: begin with little
+            return min(self.arms.values(), key=lambda arm: arm.shape.depth).shape
         leader = self._leader()
         return (self._curious(leader) or leader).shape
 
     def _estimate(self) -> None:
         """Tokens per round, seconds per round and speed of every arm."""
-        off, rows = self.off, self.rows
-        off.seconds, off.length = self.plain / self.plain_weight, 1.0
+        off, clocks, rows, prices = self.off, self.clocks, self.rows, self.clocks.prices()
+        off.seconds, off.length = clocks.plain, 1.0
         off.speed = (1.0 + self.margin) / off.seconds
-        per_round, per_node, per_level, per_feed = self._prices()
-        own = self.clock_unit * OWN
         for arm in self.arms.values():
             arm.length = (arm.emitted + arm.hoped) / arm.weight
-            fed = per_level * arm.levels + per_feed * (rows * arm.feeds - arm.levels)
-            expected = per_round + per_node * rows * arm.nodes / arm.weight + fed
-            arm.seconds = expected * (own + arm.ratio) / (own + arm.clocked)
+            arm.seconds = clocks.seconds(arm.shape, arm.nodes / arm.weight, rows, prices)
             arm.speed = arm.length / arm.seconds
-
-    def _prices(self) -> tuple[float, float, float, float]:
-        """Seconds of a round that asks for drafts, and more for each node verified, level drafted, and further node fed."""
-        plain = self.plain / self.plain_weight
-        a, b = self.passes.solve(self.clock_unit) if self.passes.count else (plain, plain * self.passes.share)
-        empty = self.empty / self.asked if self.asked else 0.0
-        return empty * plain + (1.0 - empty) * a, b, *self.drafts.solve(self.clock_unit)
 
     def _leader(self) -> _Arm:
         best = max(self.arms.values(), key=lambda arm: arm.speed)
@@ -178,13 +163,15 @@ class Counterfactual:
         if done.seconds <= 0 or not done.rows:
             return
         self.rounds += 1
-        self.rows = len(done.rows)
+        self._account(done)
         self._age()
         if not done.shape.depth:
             self.off.known += self.unit
         else:
             self._hear(done)
-        self._clock(done)
+        self.rows = len(done.rows)
+        self.clocks = self.sizes.setdefault(self.rows.bit_length(), Clocks(self.discount))
+        self.clocks.hear(done)
         if self.rounds <= SOON or self.rounds >= self.due:
             self._refresh()
         if self.rounds % REGROW == REFRESH:
@@ -192,25 +179,13 @@ class Counterfactual:
 
     def _age(self) -> None:
         """Let earlier rounds fade, by making a new one weigh more."""
-        self.clock_unit /= self.discount
         self.unit /= self.discount
-        if self.unit > LARGEST_UNIT or self.clock_unit > LARGEST_UNIT:
-            self._rescale(1.0 / self.unit, 1.0 / self.clock_unit)
-
-    def _rescale(self, text: float, clock: float) -> None:
-        self.acceptance.scale(text)
-        self.passes.scale(clock)
-        self.drafts.scale(clock)
-        self.asked *= clock
-        self.empty *= clock
-        self.plain *= clock
-        self.plain_weight *= clock
-        for arm in (self.off, *self.arms.values()):
-            arm.scale(text)
-            arm.clocked *= clock
-            arm.ratio *= clock
-        self.unit *= text
-        self.clock_unit *= clock
+        if self.unit > LARGEST_UNIT:
+            factor = 1.0 / self.unit
+            self.acceptance.scale(factor)
+            for arm in (self.off, *self.arms.values()):
+                arm.scale(factor)
+            self.unit = 1.0
 
     def _hear(self, done: Round) -> None:
         """What every arm would have emitted and had verified."""
@@ -235,39 +210,17 @@ class Counterfactual:
             self.unit /= FORGET
             self.due = self.rounds
 
-    def _clock(self, done: Round) -> None:
-        """Seconds of a plain pass, of drafting and of a tree's pass; and what exploring has cost."""
-        unit, rows, rest = self.clock_unit, len(done.rows), done.verify + done.commit
-        loss, leader = 0.0, self._leader() if self.off.seconds else self.off
+    def _account(self, done: Round) -> None:
+        """What exploring has cost, against the speed that was expected of the leader, and what it may still cost."""
+        limit = PURSE * self.clocks.plain
+        if not limit or len(done.rows) != self.rows:
+            return
+        leader, loss = self._leader(), 0.0
         if leader.shape.name != done.shape.name and leader.speed:
             self.due = min(self.due, self.rounds + SOON)
-            loss = done.seconds - done.emitted / rows / leader.speed
-        if not done.drafted:
-            expected = self.plain / self.plain_weight if self.plain_weight else rest
-            weight = unit if self.plain_weight else 0.25 * unit
-            self.plain += weight * min(rest, Fit.CLIP * expected)
-            self.plain_weight += weight
-        if done.shape.depth:
-            self._clock_drafts(done, rows, rest)
-        limit = PURSE * self.plain / self.plain_weight if self.plain_weight else 0.0
-        earlier = 0.2 * limit if self.purse is None else self.purse
-        self.purse = min(max(earlier + self.explore * done.seconds - loss, -limit), limit)
-
-    def _clock_drafts(self, done: Round, rows: int, rest: float) -> None:
-        unit, levels = self.clock_unit, done.shape.depth
-        self.asked += unit
-        self.drafts.see(levels, rows * done.shape.feeds - levels, done.draft, unit)
-        if not done.drafted:
-            self.empty += unit
-            return
-        self.passes.see(1.0, done.drafted, rest, unit)
-        arm = self.arms.get(done.shape.name)
-        if arm is not None:
-            a, b = self.passes.solve(unit)
-            level, node = self.drafts.solve(unit)
-            expected = a + b * done.drafted + level * levels + node * (rows * arm.feeds - levels)
-            arm.clocked += unit
-            arm.ratio += unit * min(max(done.seconds / expected, 1 / ODD), ODD)
+            loss = done.seconds - done.emitted / self.rows / leader.speed
+        before = 0.2 * limit if self.purse is None else self.purse
+        self.purse = min(max(before + self.explore * done.seconds - loss, -limit), limit)
 
     def _refresh(self) -> None:
         self.due = self.rounds + REFRESH
@@ -277,13 +230,12 @@ class Counterfactual:
 
     def _regrow(self) -> None:
         """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
-        if not self.passes.count:
+        if not self.clocks.passes.count:
             return
-        per_round, per_node, per_level, per_feed = self._prices()
+        prices = self.clocks.prices()
 
         def seconds(shape: Shape) -> float:
-            fed = per_level * shape.depth + per_feed * (self.rows * shape.feeds - shape.depth)
-            return per_round + per_node * self.rows * shape.nodes + fed
+            return self.clocks.seconds(shape, shape.nodes, self.rows, prices)
 
         speed, shape = fastest_tree(self.chances, seconds, TREE_NODES, TREE_DEPTHS)
         shape = shape.adapting(self.least, self.reach) if shape.depth else shape
@@ -300,25 +252,10 @@ class Counterfactual:
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data for JSON."""
-        text, clock = 1.0 / self.unit, 1.0 / self.clock_unit
-        fits = {
-            name: [getattr(fit, key) * clock for key in ("count", "uu", "uv", "vv", "uy", "vy")]
-            for name, fit in (("passes", self.passes), ("drafts", self.drafts))
-        }
-        tables = {
-            name: [[value * text for value in row] for row in getattr(self.acceptance, name)]
-            for name in ("tries", "hits")
-        }
-        pooled = {
-            name: [value * text for value in getattr(self.acceptance, name)] for name in ("all_tries", "all_hits")
-        }
-        return {
-            "rounds": self.rounds,
-            "plain": [self.plain * clock, self.plain_weight * clock],
-            **fits,
-            **tables,
-            **pooled,
-        }
+        factor, acceptance = 1.0 / self.unit, self.acceptance
+        tables = {n: [[v * factor for v in row] for row in getattr(acceptance, n)] for n in ("tries", "hits")}
+        pooled = {n: [v * factor for v in getattr(acceptance, n)] for n in ("all_tries", "all_hits")}
+        return {"rounds": self.rounds, "clocks": self.sizes[1].state(), **tables, **pooled}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with what was learned earlier: first choices and first estimates, soon outweighed by new rounds.
@@ -326,22 +263,19 @@ class Counterfactual:
         Raises:
             ValueError: when this is not a state.
         """
-        numbers = _Numbers(state)
-        plain, acceptance = numbers.row("plain", 2), Acceptance()
-        passes, drafts = numbers.row("passes", 6), numbers.row("drafts", 6)
+        numbers, acceptance = _Numbers(state), Acceptance()
+        clocks = _Numbers(state["clocks"] if isinstance(state.get("clocks"), dict) else {})
+        rounds, passes, drafts = clocks.row("rounds", 4), clocks.row("passes", 6), clocks.row("drafts", 6)
         for name in ("tries", "hits"):
             setattr(acceptance, name, numbers.table(name, getattr(acceptance, name)))
         for name in ("all_tries", "all_hits"):
             setattr(acceptance, name, numbers.row(name, len(acceptance.all_tries), least=1e-9))
-        if not plain[1] or any(
+        if not rounds[1] or any(
             h > t * 1.0001 for rows in zip(acceptance.hits, acceptance.tries) for h, t in zip(*rows)
         ):
             raise ValueError("its numbers do not fit each other")
-        self.plain, self.plain_weight = plain
-        for fit, values in ((self.passes, passes), (self.drafts, drafts)):
-            fit.count, fit.uu, fit.uv, fit.vv, fit.uy, fit.vy = values
-        self.acceptance, self.unit, self.clock_unit = acceptance, 1.0, 1.0
-        self.chances = acceptance.chances()
+        self.clocks.restore(rounds, passes=passes, drafts=drafts)
+        self.acceptance, self.chances = acceptance, acceptance.chances()
         for shape in [arm.shape for arm in self.arms.values()]:
             self._add(shape)
         self._regrow()

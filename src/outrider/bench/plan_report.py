@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from outrider.bench.runner import engine_facts
 from outrider.cost import RANKS, best_trees
 from outrider.train.plots import picture
 
-SHOWN = 8  # shapes in the table
+SHOWN, TREES = 6, 2  # shapes in the table, and ragged trees
 LEVELS = 8  # depths whose acceptance is shown
 SIZES = (1, 4, 8, 16, 32)  # nodes whose pass times are shown
 
@@ -59,9 +60,7 @@ def render(plan: Plan, console: Console) -> None:
     shapes = Table(
         Column("shape", overflow="fold"), "tokens per pass", "ms a round", "tokens/s", "over plain", title="predicted"
     )
-    shown = plan.ranking[:SHOWN]
-    shown += [one for one in plan.ranking[SHOWN:] if not one.shape.depth]
-    for one in shown:
+    for one in _shown(plan.ranking):
         row = (f"{one.length:.2f}", f"{one.seconds * 1e3:.1f}", f"{one.tokens_per_second:.1f}", f"{one.speedup:.2f}")
         shapes.add_row("off (plain)" if not one.shape.depth else one.shape.name, *row)
     console.print(shapes)
@@ -90,6 +89,14 @@ def render(plan: Plan, console: Console) -> None:
     for change, one in plan.what_if:
         name = one.shape.name if one.shape.depth else "off (plain)"
         console.print(f"what if {change.text}: {name}, {one.speedup:.2f} times plain", soft_wrap=True, markup=False)
+
+
+def _shown(ranking: Sequence[Predicted]) -> list[Predicted]:
+    """The fastest of grown trees, which are many and much alike, the fastest others, and plain decoding."""
+    trees = [one for one in ranking if one.shape.name.startswith("tree:")][:TREES]
+    others = [one for one in ranking if one.shape.depth and not one.shape.name.startswith("tree:")][:SHOWN]
+    plain = [one for one in ranking if not one.shape.depth]
+    return sorted([*trees, *others, *plain], key=lambda one: -one.speedup)
 
 
 def _chance(chance: float, tries: float) -> str:

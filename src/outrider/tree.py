@@ -147,7 +147,7 @@ class Shape:
         """
         if not 0.0 <= least < 1.0:
             raise ValueError(
-                f"no path has a probability of {least:g} or more; give a number from 0 to below 1, such as 0.05"
+                f"a shape's branches cannot end at a probability of {least:g}; give a number from 0 to below 1, such as 0.05"
             )
         _count(reach)
         name = re.split("[@~]", self.name)[0] + (f"@{least:g}" if least else "") + (f"~{reach}" if reach else "")

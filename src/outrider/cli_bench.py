@@ -26,7 +26,7 @@ def certify(
     prompts: Annotated[
         str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
     ] = "humaneval,gsm8k,mtbench",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 20,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="For the sampled checks.")] = 0.7,
     samples: Annotated[int, typer.Option(help="Draws for the exact-law test of mss.")] = 400,
@@ -72,11 +72,14 @@ def speed(
         str,
         typer.Option(help="humaneval, gsm8k, mtbench, copy, hellaswag, truthfulqa and FILE.jsonl, joined by commas."),
     ] = "humaneval,gsm8k,mtbench,copy",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 16,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     methods: Annotated[
         str, typer.Option(help="transformers, transformers-lookup, plain, auto and shapes like chain5 or 3x2x2.")
     ] = "transformers,transformers-lookup,plain,auto",
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
+    ] = False,
     repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
@@ -91,13 +94,15 @@ def speed(
     from outrider.bench.runner import parse_methods, run_speed
     from outrider.bench.tasks import load_tasks
     from outrider.progress import progress
+    from outrider.train.evaluate import held_out_prompts
 
     chosen = parse_methods(methods)
+    prompts = held_out_prompts(tasks, limit) if held_out else load_tasks(tasks, limit)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     with progress("bench speed", quiet=json) as tell:
         report = run_speed(
             engine,
-            load_tasks(tasks, limit),
+            prompts,
             chosen,
             max_new_tokens,
             repeat=repeat,
@@ -115,7 +120,7 @@ def round_(
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
     tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
-    limit: Annotated[int, typer.Option(help="Prompts, spread evenly over the tasks.")] = 6,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
     shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2 ...")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

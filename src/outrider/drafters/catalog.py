@@ -26,7 +26,7 @@ from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, parse_shape
 
 NAMES = (
-    "'auto', 'off', 'ngram', 'table', 'head', 'mamba', 'table:FOLDER', 'oracle:RATE', a drafter's folder, a model (alias, hub "
+    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'table:FOLDER', 'oracle:RATE', a drafter's folder, a model (alias, hub "
     "id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something to propose)"
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
@@ -38,7 +38,7 @@ LEAST, REACH = (
 )  # of the shapes that are chosen for models: where branches end, and how far lookups go before them
 TRUST = {2: 7, 3: 11, 4: 15}  # how deep a lookup before a model goes after a match of so many tokens
 TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
-SHIPPED_KINDS = ("table", "head", "mamba")
+SHIPPED = ("table", "head", "hybrid", "mamba")
 
 
 def make_drafter(
@@ -90,7 +90,7 @@ def _named(
         return _auto(target)
     if name == "ngram":
         return NgramDrafter()
-    if name in SHIPPED_KINDS:
+    if name in SHIPPED:
         return _shipped(name, target)
     if kind == "oracle":
         try:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result, load
     from outrider.hf_generate import custom_generate
     from outrider.options import Options
+
+# Threads that wait for each other spin, by default so long that a second busy process on the same cores slows every pass many
+# times. GNU OpenMP reads this once, when torch is imported; who has set either variable knows better.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "Options", "Result", "custom_generate", "load"]

@@ -1,4 +1,4 @@
-"""Commands that measure and prove: `certify`, and `bench speed`, `round`, `mixers`."""
+"""Commands that measure and prove: `certify`, and `bench speed`, `round`, `mixers`, `context`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust, load_pair, print_json
+from outrider.cli_options import (
+    Device,
+    DrafterName,
+    DType,
+    Json,
+    Target,
+    Threads,
+    Trust,
+    load_pair,
+    parse_count,
+    print_json,
+)
 
 
 def register(app: typer.Typer, bench: typer.Typer) -> None:
@@ -18,6 +29,7 @@ def register(app: typer.Typer, bench: typer.Typer) -> None:
     bench.command()(speed)
     bench.command("round")(round_)
     bench.command()(mixers)
+    bench.command()(context)
 
 
 def certify(
@@ -178,3 +190,38 @@ def mixers(
         print_json(report)
     else:
         mixers_report.render(report, Console())
+
+
+def context(
+    drafter: Annotated[list[str], typer.Option(help="What to measure: a head, a mamba or a model; repeatable.")],
+    target: Target = "smollm2-135m",
+    lengths: Annotated[str, typer.Option(help="Tokens of the contexts, joined by commas.")] = "128,1k,4k,8k",
+    depth: Annotated[int, typer.Option(help="Levels of the chain that is drafted.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Times that each drafts; the median counts.")] = 15,
+    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Tell what drafting costs as the text grows: milliseconds a step and memory of the drafter's state."""
+    from outrider.bench.context import measure, plot, render, to_json
+    from outrider.drafters.catalog import make_drafter
+    from outrider.progress import progress
+
+    wanted = [parse_count(text, "--lengths") for text in lengths.split(",")]
+    engine = load_pair(target, "off", dtype, device, threads, trust_remote_code)
+    loading = {"dtype": engine.dtype, "device": engine.model.device, "trust_remote_code": trust_remote_code}
+    drafters = {name: make_drafter(name, engine.target, engine.tokenizer, **loading) for name in drafter}
+    with progress("bench context", quiet=json) as tell:
+        points = measure(drafters, wanted, depth, repeats, tell)
+    found = to_json(points, depth)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "context.json").write_text(jsonlib.dumps(found, indent=1) + "\n")
+        plot(points, depth, out / "context.png")
+    if json:
+        print_json(found)
+    else:
+        render(points, depth, Console())

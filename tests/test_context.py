@@ -1,0 +1,63 @@
+"""What drafting costs as the text grows: states of constant size stay so, and mistakes are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from families import tiny
+from helpers import lm
+from outrider.bench.context import Point, measure, plot
+from outrider.drafters.feature_head import HeadDrafter
+from outrider.drafters.ngram import NgramDrafter
+from test_head_cores import model as head_model
+from toy import byte_tokenizer
+
+
+def test_only_attention_pays_for_the_text() -> None:
+    drafters = {core: HeadDrafter(head_model(core)) for core in ("attention", "ssm")} | {"mamba": lm("mamba2")}
+    points = measure(drafters, (40, 400), depth=2, repeats=1)
+    held = {(point.drafter, point.length): point.bytes for point in points}
+    assert held["attention", 400] > 2 * held["attention", 40]
+    assert held["ssm", 400] == held["ssm", 40] and held["mamba", 400] == held["mamba", 40]
+    assert all(point.seconds > 0 for point in points) and len(points) == 6
+
+
+def test_what_was_drafted_is_forgotten() -> None:
+    state = head_model("hybrid").begin([[1, 2, 3]], 8)
+    state.commit([[]])
+    assert state.pending == 0 and state.lengths == [0]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lengths", "word"),
+    [(NgramDrafter(), (8,), "has no model"), (lm("llama"), (600,), "holds 512"), (lm("llama"), (), "1 or more")],
+)
+def test_mistakes_are_told(drafter: object, lengths: tuple[int, ...], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        measure({"it": drafter}, lengths)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    from outrider.cli import app
+
+    tokenizer = byte_tokenizer()
+    tiny("llama", vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = ["bench", "context", "--target", tmp_path / "model", "--drafter", tmp_path / "model", "--dtype", "fp32"]
+    more = ["--lengths", "16,64", "--repeats", "1", "--out", tmp_path / "out"]
+    done = CliRunner().invoke(app, [str(a) for a in [*args, *more, "--json"]])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [point["length"] for point in found["points"]] == [16, 64]
+    assert (tmp_path / "out" / "context.png").stat().st_size > 1000
+    shown = CliRunner().invoke(app, [str(a) for a in [*args, *more]])
+    assert "context" in shown.stdout and shown.exit_code == 0
+
+
+def test_a_picture_of_one_point(tmp_path: Path) -> None:
+    plot([Point("head", 128, 0.005, 1000)], 5, tmp_path / "one.png")
+    assert (tmp_path / "one.png").exists()

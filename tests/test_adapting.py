@@ -1,0 +1,148 @@
+"""Shapes that adapt: branches end where the drafter is unsure, lookups in a cascade go as deep as their match is trusted.
+
+Neither may show in the text, and the controller of shapes must not learn from trees that were not held to a shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from families import tiny
+from helpers import NEW, OPTIONS, PROMPT, expected, lm
+from outrider.api import Engine
+from outrider.controller import Fixed
+from outrider.drafters.cascade import CascadeDrafter
+from outrider.drafters.catalog import default_arms, make_drafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.models.selftest import tree_model
+from outrider.options import options_from
+from outrider.sampling import Sampler
+from outrider.tree import OFF, parse_shape
+
+TRUST = {2: 3, 3: 5, 4: 9}
+LOOPING = [5, 6, 7, 8] * 4
+
+
+def cascade(family: str = "llama", seed: int = 1) -> CascadeDrafter:
+    return CascadeDrafter([NgramDrafter(trust=TRUST), lm(family, seed)])
+
+
+def engine(drafter: Any, family: str = "llama") -> Engine:
+    return Engine(tiny(family), None, family, drafter)
+
+
+class Listening(Fixed):
+    """Keeps the rounds that it hears of."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__(parse_shape(shape))
+        self.heard: list[Any] = []
+
+    def reward(self, done: Any) -> None:
+        self.heard.append(done)
+
+
+@pytest.mark.parametrize("shape", ["chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "tree:0,0.0,1@0.3~3"])
+@pytest.mark.parametrize("key", sorted(OPTIONS))
+def test_the_text_stays_the_targets(shape: str, key: str) -> None:
+    prompt = [*PROMPT, *LOOPING]
+    result = engine(cascade()).generate(prompt, shape=shape, max_new_tokens=NEW, **OPTIONS[key])
+    if OPTIONS[key].get("rule") != "mss" or not OPTIONS[key].get("temperature"):
+        assert result.token_ids == expected("llama", prompt, **{"max_new_tokens": NEW, **OPTIONS[key]})
+    assert len(result.token_ids) == NEW
+
+
+@pytest.mark.parametrize("text", ["chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "off", "tree:0,0.0,1~15"])
+def test_a_shapes_name_is_how_it_is_written(text: str) -> None:
+    shape = parse_shape(text)
+    assert shape.name == text and parse_shape(shape.name) == shape
+    assert shape.adapting(0.0, 0).name == text.split("@")[0].split("~")[0]
+
+
+def test_cutting_cuts_lookups_too() -> None:
+    shape = parse_shape("2x1x1@0.1~9")
+    assert shape.cut(9) is shape
+    assert [(s.depth, s.reach, s.least) for s in map(shape.cut, (8, 2, 0))] == [(3, 8, 0.1), (2, 2, 0.1), (0, 0, 0.1)]
+
+
+@pytest.mark.parametrize(("match", "depth"), [(2, 3), (3, 5), (4, 9)])
+def test_lookups_go_as_deep_as_the_match_is_long(match: int, depth: int) -> None:
+    known, after = [11, 12, 13, 14], list(range(20, 40))
+    context = [*known, *after, 1, *known[4 - match :]]  # the end repeats the last `match` of the known tokens
+    state = NgramDrafter(trust=TRUST).begin([context], [], 64)
+    (draft,) = state.propose([context], [parse_shape(15)])
+    assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after[:depth]
+    (plain,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(15)])
+    assert plain.tree.drafted == 15
+
+
+def test_a_lookup_is_not_held_to_the_shape_and_not_told_of() -> None:
+    made, hears = engine(cascade()), Listening("chain2~12")
+    stats = made.generate(LOOPING, shape=hears, max_new_tokens=1 + NEW).stats
+    looked, shaped = stats.shapes["ngram"], stats.shapes["chain2~12"]
+    assert looked > 0 and looked + shaped + stats.shapes["off"] == stats.rounds
+    assert len(hears.heard) == stats.rounds - looked
+    held = Listening("chain2")
+    stats = made.generate(LOOPING, shape=held, max_new_tokens=1 + NEW).stats
+    assert "ngram" not in stats.shapes and len(held.heard) == stats.rounds
+    assert max(stats.histogram) <= 3, "without a reach, lookups keep to the shape"
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 7])
+def test_lookups_never_go_beyond_the_context(left: int) -> None:
+    """gpt2 has no position after its last one: a lookup that went there would fail."""
+    limit = tiny("gpt2").config.n_positions
+    prompt = (LOOPING * limit)[: limit - left]
+    result = engine(CascadeDrafter([NgramDrafter(), lm("llama", 1)]), "gpt2").generate(
+        prompt, shape="chain2~15", max_new_tokens=20
+    )
+    assert len(result.token_ids) == left and result.finish_reason == "length"
+
+
+def test_an_unsure_drafter_stops_after_one_level() -> None:
+    """Random models believe nothing strongly: no path has a probability near one."""
+    drafter = lm("llama", 1)
+    sure = engine(drafter).generate(PROMPT, shape="chain6", max_new_tokens=NEW).stats
+    unsure = engine(drafter).generate(PROMPT, shape="chain6@0.999", max_new_tokens=NEW).stats
+    assert 0 < unsure.drafted <= unsure.rounds
+    assert sure.drafted > 3 * sure.rounds
+
+
+def test_a_sure_drafter_goes_on() -> None:
+    """One whose law is nearly one-hot, as its logits are sharpened, drafts as if nothing had been asked."""
+    options = options_from({"max_new_tokens": 8})
+    sampler = Sampler(options, 0, len(PROMPT), frozenset(), 48)
+    state: Any = lm("llama", 1).begin([PROMPT], [sampler], 32)
+    inner = state.state
+    extend = inner.extend
+    inner.extend = lambda tokens, parents: extend(tokens, parents) * 1000.0
+    (draft,) = state.propose([list(PROMPT)], [parse_shape("chain5@0.9")])
+    assert draft.tree.drafted == 5
+
+
+def test_the_shapes_chosen_for_a_model_behind_lookups_adapt() -> None:
+    arms = default_arms(cascade())
+    assert all(arm.least and arm.reach for arm in arms) and all(
+        arm.least and not arm.reach for arm in default_arms(lm("llama"))
+    )
+    assert not any(arm.least or arm.reach for arm in default_arms(NgramDrafter()))
+
+
+def test_a_cascade_by_name_trusts_its_lookups_and_skips_off() -> None:
+    target = tree_model(tiny("llama"))[0]
+    made = make_drafter("ngram>off>oracle:0.5", target, None)
+    assert isinstance(made, CascadeDrafter) and [d.name for d in made.drafters] == ["ngram", "oracle:0.5"]
+    assert made.drafters[0].trust and not NgramDrafter().trust  # type: ignore[attr-defined]
+    assert OFF.lookup == OFF
+
+
+def test_a_tree_that_ends_early_leaves_no_trace() -> None:
+    """Rounds whose rows end at different levels, in one batch."""
+    rows = [PROMPT, [*PROMPT, 3, 9], PROMPT[:4]]
+    results = engine(lm("mamba2", 1)).generate([list(r) for r in rows], shape="2x2x1x1@0.08", max_new_tokens=NEW)
+    for row, result in zip(rows, results):
+        assert result.token_ids == expected("llama", list(row), max_new_tokens=NEW)
+    assert torch.is_inference_mode_enabled() is False

@@ -6,6 +6,9 @@ The same seed therefore gives the same text on every device, in every batch and 
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,14 +31,6 @@ def mix(*words: int) -> int:
     return state
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def uniform(seed: int, stream: int, position: int, counter: int = 0) -> float:
     """One number in [0, 1)."""
     return (mix(seed, stream, position, counter) >> 11) / (1 << 53)
@@ -46,12 +41,19 @@ def gumbel(seed: int, stream: int, position: int, size: int, device: torch.devic
 
     argmax(logits + noise) draws from softmax(logits); the first k of the sorted sum draw k tokens without replacement.
     """
-    x = torch.arange(size, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(mix(seed, stream, position))
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    x = x ^ _shift_right(x, 31)
+    x = _spread(size) + np.uint64(mix(seed, stream, position))
+    for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
+        x ^= x >> np.uint64(bits)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
     # 32 bits are kept. The exponential is -log(1 - u), so that small u, which make the large noise that decides a draw, keep
     # their full relative precision in float32.
-    u = (_shift_right(x, 32).to(torch.float32) + 0.5) * 2.0**-32
-    exponential = -torch.log1p(-u.clamp(max=1.0 - 2.0**-24))
-    return -torch.log(exponential)
+    high = torch.from_numpy((x >> np.uint64(32)).view(np.int64)).to(torch.float32).to(device)
+    u = (high + 0.5) * 2.0**-32
+    return torch.log1p(u.clamp_(max=1.0 - 2.0**-24).neg_()).neg_().log_().neg_()
+
+
+@functools.lru_cache(maxsize=8)
+def _spread(size: int) -> np.ndarray:
+    """What tells tokens apart: multiples of the golden ratio modulo 2**64."""
+    return np.arange(size, dtype=np.uint64) * np.uint64(_GOLDEN)

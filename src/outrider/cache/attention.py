@@ -56,11 +56,22 @@ class AttentionLayer:
         self.keys_BHSD[row, :, target:end] = self.keys_BHSD[row].index_select(1, slots)
         self.values_BHSD[row, :, target:end] = self.values_BHSD[row].index_select(1, slots)
 
+    def move_many(self, rows_M: Tensor, slots_M: Tensor, targets_M: Tensor) -> None:
+        """Copy slots of several rows at once."""
+        for held in (self.keys_BHSD, self.values_BHSD):
+            if held is not None:
+                held[rows_M, :, targets_M] = held[rows_M, :, slots_M]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         if self.keys_BHSD is not None and self.values_BHSD is not None:
             self.keys_BHSD = keep_rows(self.keys_BHSD, rows)
             self.values_BHSD = keep_rows(self.values_BHSD, rows)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where keys and values are, if there are any yet."""
+        return self.keys_BHSD.device if self.keys_BHSD is not None else None
 
     @classmethod
     def stack(cls, layers: Sequence[AttentionLayer]) -> AttentionLayer:

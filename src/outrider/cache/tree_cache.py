@@ -142,18 +142,32 @@ class TreeCache(Cache):
         if self.states is not None:
             self.states.begin(nodes)
 
-    def commit(self, row: int, base: int, length: int, path: Sequence[int]) -> None:
-        """Gather a row's path of pending nodes to the end of its prefix of `length` tokens."""
-        if not path:
-            return
-        in_place = list(path) == list(range(len(path))) and base == length
-        if not in_place and self.attention:
-            some = next(iter(self.attention.values())).keys_BHSD
-            slots = torch.tensor(path, device=some.device if some is not None else None) + base
-            for layer in self.attention.values():
-                layer.move(row, slots, length)
+    def commit(self, base: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Gather each row's path of pending nodes to the end of its prefix."""
+        if self.attention:
+            self._move([(row, list(p)) for row, p in enumerate(paths) if p], base, lengths)
         if self.states is not None:
-            self.states.commit(row, path)
+            for row, path in enumerate(paths):
+                if path:
+                    self.states.commit(row, path)
+
+    def _move(self, moves: list[tuple[int, list[int]]], base: int, lengths: Sequence[int]) -> None:
+        """Keys and values of paths that do not lie where they belong already."""
+        moves = [(row, p) for row, p in moves if p != list(range(len(p))) or base != lengths[row]]
+        layers = list(self.attention.values())
+        device = layers[0].device
+        if len(moves) == 1:  # slices are cheaper than indexes
+            row, path = moves[0]
+            slots = torch.tensor(path, device=device) + base
+            for layer in layers:
+                layer.move(row, slots, lengths[row])
+        elif moves:
+            rows = torch.tensor([row for row, path in moves for _ in path], device=device)
+            slots = torch.tensor([base + node for _, path in moves for node in path], device=device)
+            ends = [lengths[row] + place for row, path in moves for place in range(len(path))]
+            targets = torch.tensor(ends, device=device)
+            for layer in layers:
+                layer.move_many(rows, slots, targets)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

@@ -183,7 +183,7 @@ class CachedTreeState:
         base = max(self.lengths)
         for row, path in enumerate(paths):
             self.nodes.check_path(row, path)
-            self.cache.commit(row, base, self.lengths[row], path)
+        self.cache.commit(base, self.lengths, paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
         self.nodes.clear()
 

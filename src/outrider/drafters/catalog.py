@@ -31,11 +31,22 @@ NAMES = (
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
 FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")
-ARMS = ("chain2", "chain1", "chain4", "chain7", "3x2x1x1", "3x2x2x1x1", "3x3x2x1", "2x2x2x1x1x1", "1x1x3x1x1x1x1x1")
-LEAST, REACH = (
-    0.08,
-    15,
-)  # of the shapes that are chosen for models: where branches end, and how far lookups go before them
+ARMS = (
+    "2x2x1",
+    "chain1",
+    "chain2",
+    "chain4",
+    "chain7",
+    "3x2x1x1",
+    "3x2x2x1x1",
+    "3x3x2x1",
+    "2x2x2x1x1x1",
+    "1x1x3x1x1x1x1x1",
+)
+LEAST = (
+    0.08  # branches of shapes that are chosen for models end where the drafter believes in their path less than this
+)
+REACH = 15  # how deep lookups before a model may go
 TRUST = {2: 7, 3: 11, 4: 15}  # how deep a lookup before a model goes after a match of so many tokens
 TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 SHIPPED = ("table", "head", "hybrid", "mamba")

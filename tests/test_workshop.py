@@ -274,12 +274,15 @@ def test_names_of_drafters_are_checked(engine: Engine, target: Path, head: Path,
 def test_what_is_shipped_makes_auto(engine: Engine, table: Path, head: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from outrider.drafters import folder
 
-    for kind, place in (("table", table), ("head", head)):
-        (tmp_path / "some-model").mkdir(exist_ok=True)
-        (tmp_path / "some-model" / kind).symlink_to(place)
     monkeypatch.setattr(folder, "SHIPPED", tmp_path)
-    assert make_drafter("auto", engine.target, engine.tokenizer).name == "ngram>table>head"
-    assert make_drafter("ngram>head", engine.target, engine.tokenizer).name == "ngram>head"
+    (tmp_path / "some-model").mkdir()
+    names = []
+    for kind, place in (("", None), ("table", table), ("head", head)):
+        if place is not None:
+            (tmp_path / "some-model" / kind).symlink_to(place)
+        names.append(make_drafter("auto", engine.target, engine.tokenizer).name)
+    assert names == ["ngram", "ngram>table", "ngram>head"]
+    assert make_drafter("ngram>table>head", engine.target, engine.tokenizer).name == "ngram>table>head"
 
 
 # ---- distil ----------------------------------------------------------------------------------------------------------

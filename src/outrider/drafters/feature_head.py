@@ -77,23 +77,32 @@ class HeadState:
             torch.zeros(1, model.head.config.width, device=model.device, dtype=model.dtype)
         ] * batch
         self.first = [-1] * batch
+        self.raw: list[list[Tensor]] = [[] for _ in range(batch)]  # hidden states that are no features yet
 
     @property
     def pending(self) -> int:
         """Pending nodes of each row, padding included."""
         return self.nodes.count
 
-    @torch.inference_mode()
     def see(self, hidden: Sequence[Tensor]) -> None:
-        """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row."""
+        """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row. They become features when they
+        are needed: rounds that draft nothing should cost nothing."""
         for row, hidden_TF in enumerate(hidden):
             if len(hidden_TF):
-                new = self.model.head.features(hidden_TF[None])[0]
+                self.raw[row].append(hidden_TF)
+
+    def _read(self) -> None:
+        """Make features of what was seen."""
+        for row, parts in enumerate(self.raw):
+            if parts:
+                new = self.model.head.features(torch.cat(parts)[None])[0]
                 self.seen[row] = torch.cat([self.seen[row], new])
+                self.raw[row] = []
 
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
+        self._read()
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(self.nodes.depths_BM[:, start : start + new])
@@ -167,6 +176,7 @@ class HeadState:
         self.lengths = [self.lengths[row] for row in rows]
         self.seen = [self.seen[row] for row in rows]
         self.first = [self.first[row] for row in rows]
+        self.raw = [self.raw[row] for row in rows]
 
     def bytes(self) -> int:
         """Memory of keys, values and states."""

@@ -13,17 +13,19 @@ from helpers import lm
 from outrider.bench.context import Point, measure, plot
 from outrider.drafters.feature_head import HeadDrafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.models.feature_head import CORES
 from test_head_cores import model as head_model
 from toy import byte_tokenizer
 
 
 def test_only_attention_pays_for_the_text() -> None:
-    drafters = {core: HeadDrafter(head_model(core)) for core in ("attention", "ssm")} | {"mamba": lm("mamba2")}
-    points = measure(drafters, (40, 400), depth=2, repeats=1)
+    drafters = {core: HeadDrafter(head_model(core)) for core in CORES} | {"mamba": lm("mamba2")}
+    points = measure(drafters, (500, 2000), depth=2, repeats=1)
     held = {(point.drafter, point.length): point.bytes for point in points}
-    assert held["attention", 400] > 2 * held["attention", 40]
-    assert held["ssm", 400] == held["ssm", 40] and held["mamba", 400] == held["mamba", 40]
-    assert all(point.seconds > 0 for point in points) and len(points) == 6
+    assert held["attention", 2000] > 2 * held["attention", 500]
+    for constant in ("ssm", "hybrid", "mamba"):
+        assert held[constant, 2000] == held[constant, 500], constant
+    assert all(point.seconds > 0 for point in points) and len(points) == 8
 
 
 def test_what_was_drafted_is_forgotten() -> None:

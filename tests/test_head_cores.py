@@ -12,6 +12,7 @@ import torch
 from families import VOCAB, tiny
 from helpers import PROMPT, PROMPTS, expected
 from outrider.api import Engine
+from outrider.drafters import feature_head
 from outrider.drafters.feature_head import HeadDrafter, HeadModel, HeadState
 from outrider.drafters.folder import load_drafter, save_head
 from outrider.models.feature_head import CORES, FeatureHead, HeadConfig, unrolled_attention
@@ -267,3 +268,27 @@ def test_a_head_keeps_what_it_learnt_when_it_gets_another_core(old: str, new: st
         positions = torch.arange(6)[None]
         outs = [m(embedded, features, positions, unrolled_attention([], []), UnrolledScan()) for m in (known, grafted)]
         torch.testing.assert_close(outs[0], outs[1])
+
+
+def test_a_window_gives_up_what_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of unlike length, fed in pieces with drafts between: logits as if everything were kept, in constant memory."""
+    texts, made = [text(700, 1), text(640, 2)], model("hybrid")
+
+    def run(spare: int) -> tuple[list[torch.Tensor], HeadState, int]:
+        monkeypatch.setattr(feature_head, "SPARE", spare)
+        state, found, half = made.begin([[], []], 8), [], 0
+        for at in range(0, 640, 20):
+            part = slice(at, at + 20)
+            state.see([hidden[part] for _, hidden in texts])
+            found.append(state.extend([ids[part] for ids, _ in texts], [range(-1, 19)] * 2))
+            found.append(state.extend([[3, 4], [5]], [[19, 19], [19]]))
+            state.commit([range(20), range(20 if at else 11)])  # the second row lags behind
+            half = state.bytes() if at == 320 else half
+        return found, state, half
+
+    kept, whole, _ = run(10**6)
+    for spare in (64, 128):
+        found, state, half = run(spare)
+        assert state.forgotten > 400 and state.bytes() == half < whole.bytes()
+        for got, wanted in zip(found, kept, strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -287,8 +287,8 @@ def load(
         torch.set_num_threads(threads)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; give a transformers tokenizer, or None")
-    loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    loaded = load_model(target, **loading)  # type: ignore[arg-type]
+    loading: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    loaded = load_model(target, **loading)
     loading["dtype"] = dtype or loaded.model.dtype
     loading["device"] = device or loaded.model.device
     return Engine(loaded.model, tokenizer or loaded.tokenizer, loaded.name, drafter, **loading)

@@ -32,8 +32,9 @@ class _Padded:
         self.processor, self.padding = processor, padding
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, Tensor):  # one number per row of the batch; this copy serves one row
-            self.processor = copy.copy(processor)
-            self.processor.prompt_ignore_length = int(ignored[row])  # type: ignore[attr-defined]
+            mine: Any = copy.copy(processor)
+            mine.prompt_ignore_length = int(ignored[row])
+            self.processor = mine
 
     def __call__(self, ids_RL: Tensor, scores_RV: Tensor) -> Tensor:
         return self.processor(torch.cat([self.padding.expand(len(ids_RL), -1), ids_RL], dim=1), scores_RV)

@@ -237,14 +237,15 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
         return uniform((1,) * _count(given))
     if isinstance(given, str):
         return _parse_text(given)
-    items = list(given)
-    if items and all(isinstance(item, (list, tuple)) for item in items):
-        return from_paths(items)  # type: ignore[arg-type]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+    paths = [item for item in given if isinstance(item, (list, tuple))]
+    if paths and len(paths) == len(given):
+        return from_paths(paths)
+    counts = [item for item in given if isinstance(item, int) and not isinstance(item, bool)]
+    if len(counts) < len(given):
         raise ValueError(f"shape {given!r} is not a list of whole numbers; write for example (3, 2, 2)")
-    if any(item < 1 for item in items):  # type: ignore[operator]
+    if any(count < 1 for count in counts):
         raise ValueError(f"shape {given!r} has a level without children; use positive whole numbers")
-    return uniform(items)  # type: ignore[arg-type]
+    return uniform(counts)
 
 
 def _count(number: int) -> int:

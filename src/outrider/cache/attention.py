@@ -62,6 +62,12 @@ class AttentionLayer:
             if held is not None:
                 held[rows_M, :, targets_M] = held[rows_M, :, slots_M]
 
+    def forget(self, slots: int) -> None:
+        """Give up the first slots; the others move to the front."""
+        for held in (self.keys_BHSD, self.values_BHSD):
+            if held is not None:
+                held[:, :, : held.shape[2] - slots] = held[:, :, slots:].clone()
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         if self.keys_BHSD is not None and self.values_BHSD is not None:

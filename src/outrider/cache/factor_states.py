@@ -204,11 +204,6 @@ class FactorStates:
         assert self.entered.state_B is not None
         return self.entered.state_B.dtype
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether the entered layer's state is without heads."""
-        return self.entered.state_B is not None and self.entered.state_B.ndim == 3
-
     def commit(self, row: int, path: Sequence[int]) -> None:
         """The state after a path of pending nodes becomes the committed one, when it is next needed."""
         assert self.nodes is not None

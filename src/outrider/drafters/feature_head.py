@@ -10,6 +10,7 @@ Shapes: B rows, N new nodes, D width, C draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from outrider.sampling import Sampler
 from outrider.verify import Verdict
 
 NODES = 128  # that buffers hold before they grow
+SPARE = 256  # slots that nobody sees any more, before they are given up
 
 
 class HeadModel:
@@ -55,8 +57,8 @@ class HeadModel:
 
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
         """Start without reading the prompts: their features come later, and `lm.py` feeds what is behind."""
-        longest = max(map(len, prompts), default=0)
-        return HeadState(self, len(prompts), longest + room)
+        capacity, window = max(map(len, prompts), default=0) + room, self.head.config.attention_window
+        return HeadState(self, len(prompts), capacity if window is None else min(capacity, window + SPARE + NODES))
 
     def state_bytes_per_node(self) -> int:
         """Memory of what one pending node leaves of its state; attention has none."""
@@ -64,14 +66,18 @@ class HeadModel:
 
 
 class HeadState:
-    """Keys, values, states, outputs and features of B rows."""
+    """Keys, values, states, outputs and features of B rows.
+
+    With a window, keys and values that all rows have left behind are given up: position p lies in slot p - `forgotten`.
+    """
 
     def __init__(self, model: HeadModel, batch: int, capacity: int) -> None:
         self.model, self.lengths = model, [0] * batch
         self.layer, self.nodes = AttentionLayer(capacity), Pending(batch)
         self.factors = Factors(model.sizes, batch, NODES, model.device)
         self.features: list[Tensor] | None = None
-        self.outputs_BMD: Tensor | None = None
+        self.forgotten = 0
+        self.outputs_BMD = torch.empty(batch, 0, model.head.config.width, device=model.device, dtype=model.dtype)
         # features of committed tokens that are still needed, and the position of the first of them
         self.seen: list[Tensor] = [
             torch.zeros(1, model.head.config.width, device=model.device, dtype=model.dtype)
@@ -113,13 +119,12 @@ class HeadState:
         with model.packed.active():
             outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend, scan)
             logits_BNC = model.cut(outputs)
-        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)  # type: ignore[list-item]
+        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
         return logits_BNC
 
     def _attend(self, start: int, end: int) -> Attend:
         """Attention of the nodes from `start` to `end`; with a window, slots that nobody sees are not even read."""
-        base, window = max(self.lengths), self.model.head.config.attention_window
-        low = 0 if window is None else max(0, min(self.lengths) - window + 1) // ALIGNMENT * ALIGNMENT
+        base, window, low = max(self.lengths), self.model.head.config.attention_window, self._lowest()
         nodes, lengths = self.nodes, [length - low for length in self.lengths]
         ancestors_BNM = nodes.ancestors_BMM[:, start:end, :end]
         seen = visibility(lengths, base - low, nodes.depths_BM[:, :end], ancestors_BNM, window)
@@ -127,11 +132,23 @@ class HeadState:
         few = folded(additive_mask(seen, self.model.dtype, self.model.device), config.num_heads // config.num_kv_heads)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = (t[:, :, low:] for t in self.layer.write(k, v, base + start, align=True))
+            written = self.layer.write(k, v, base + start - self.forgotten, align=True)
+            keys, values = (t[:, :, low - self.forgotten :] for t in written)
             out = few(q.transpose(1, 2), keys, values, q.shape[-1] ** -0.5)
             return out.reshape(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
 
         return attend
+
+    def _lowest(self) -> int:
+        """The first position that any row still sees, rounded down to whole vectors."""
+        window = self.model.head.config.attention_window
+        return 0 if window is None else max(0, min(self.lengths) - window + 1) // ALIGNMENT * ALIGNMENT
+
+    def _forget(self) -> None:
+        """Give up what no row sees any more, now and then."""
+        if (spare := self._lowest() - self.forgotten) >= SPARE:
+            self.layer.forget(spare)
+            self.forgotten += spare
 
     def _features(self, tokens: Rows, start: int, new: int) -> Tensor:
         """The feature of each node's predecessor, [B, N, D]."""
@@ -147,7 +164,7 @@ class HeadState:
                     out[row, offset] = self.seen[row][at]
                 else:
                     parent = self.nodes.parents_BM[row, node]
-                    assert self.outputs_BMD is not None and 0 <= parent < start, "a drafted node comes after its parent"
+                    assert 0 <= parent < start, "a drafted node comes after its parent"
                     out[row, offset] = self.outputs_BMD[row, parent]
         return out
 
@@ -158,10 +175,12 @@ class HeadState:
         for row, path in enumerate(paths):
             self.nodes.check_path(row, path)
             if path:
-                self.layer.move(row, torch.tensor(path, device=self.model.device) + base, self.lengths[row])
+                slots = torch.tensor(path, device=self.model.device) + base - self.forgotten
+                self.layer.move(row, slots, self.lengths[row] - self.forgotten)
                 self.factors.commit(row, path)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
         self.nodes.clear()
+        self._forget()
         for row, length in enumerate(self.lengths):
             drop = min(length - 1 - self.first[row], len(self.seen[row]))  # features may come after the commit
             if drop > 0:
@@ -205,9 +224,8 @@ class HeadDraftState(LMDraftState):
         self.state.commit([growth.chain for growth in self.growths])
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> HeadState:
-        state: HeadState = self.drafter.model.begin(contexts, self.room)  # type: ignore[assignment]
-        return state
+        return cast(HeadModel, self.drafter.model).begin(contexts, self.room)
 
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Hidden states of tokens that the target has committed, per row."""
-        self.state.see(hidden)  # type: ignore[attr-defined]
+        cast(HeadState, self.state).see(hidden)

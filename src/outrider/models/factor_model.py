@@ -24,9 +24,9 @@ class FactorTreeModel(CachedTreeModel):
         super().__init__(model)
         if not self.specs:
             raise Unsupported
-        recurrent = {index for kind, index, _ in self.specs if kind == "recurrent"}
+        recurrent = {index: spec.shape for (kind, index, _), spec in self.specs.items() if kind == "recurrent"}
         for mixer in self.mixers:
-            if reason := missing(mixer, getattr(mixer, "layer_idx", None) in recurrent):
+            if reason := missing(mixer, recurrent.get(getattr(mixer, "layer_idx", -1))):
                 raise Unsupported(reason)
         if any(number for _, _, number in self.specs):
             raise Unsupported("a layer keeps several states of a kind")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ Step = Callable[[Any, list[int]], tuple[Tensor, Any]]
 """(state after a prefix, tokens of the whole sequence) -> (logits of the last token [V], state)."""
 
 
-class _PathModel:
+class _PathModel(ABC):
     """Shared by both: nodes are visited one at a time, each from the state of its parent."""
 
     way = ""
@@ -36,8 +37,9 @@ class _PathModel:
         self.context = context_length(model)
         self.device, self.dtype = model.device, model.dtype
 
+    @abstractmethod
     def step(self, state: Any, tokens: list[int]) -> tuple[Tensor, Any]:
-        raise NotImplementedError  # pragma: no cover - both subclasses define it
+        """Logits [V] after the last of the tokens, and the state there, from the state before it."""
 
     def absorb(self, tokens: list[int]) -> Any:
         """State after a prompt."""

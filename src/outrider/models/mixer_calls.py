@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -69,15 +69,21 @@ def recurrences(mixer: nn.Module) -> list[str]:
     return [name for name in code.__code__.co_names if name in RECURRENCES]
 
 
-def missing(mixer: nn.Module, is_recurrent: bool) -> str:
-    """Why a mixer cannot be run with factors; empty if it can."""
+def missing(mixer: nn.Module, state: Sequence[int] | None) -> str:
+    """Why a mixer cannot be run with factors; empty if it can.
+
+    Args:
+        state: shape of its recurrent state; None for a convolution alone.
+    """
     name, code = type(mixer).__name__, inspect.unwrap(plain_class(mixer).forward)
     if "forward" in vars(mixer) or any(hasattr(part, "_hf_hook") for part in mixer.modules()):
         return f"a hook sits on the forward of {name}"
     if CONVOLUTION not in code.__code__.co_names:
         return f"the convolution of {name} is none that is known here"
-    if is_recurrent and len(recurrences(mixer)) != 1:
+    if state is not None and len(recurrences(mixer)) != 1:
         return f"the recurrence of {name} is none that is known here"
+    if state is not None and len(state) != 2 and FORGETFUL in recurrences(mixer):
+        return f"{name} runs several recurrences, one per head"
     return ""
 
 
@@ -140,7 +146,7 @@ def _taught_class(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _taught(functools.partial(method, self), self)(*args, **kwargs)
 
-    forward.scores_trees = True  # type: ignore[attr-defined]
+    vars(forward)["scores_trees"] = True
     made = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
     _taught_classes[plain], _plain_classes[made] = made, plain
     return made
@@ -164,7 +170,7 @@ def _taught(original: Callable[..., Any], mixer: nn.Module | None = None) -> Cal
             return run_with_factors(cache, mixer, hidden, rest)
         return step_by_waves(cache, original, hidden, rest)
 
-    forward.scores_trees = True  # type: ignore[attr-defined]
+    vars(forward)["scores_trees"] = True
     return forward
 
 

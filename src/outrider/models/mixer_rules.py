@@ -87,13 +87,7 @@ def mamba2_scan(
 
 
 def mamba_scan(states: FactorStates, x_BDN: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Mamba-1's recurrence, its gate included; outputs [B, D, N].
-
-    Raises:
-        NotImplementedError: where a layer has one such recurrence per head.
-    """
-    if not states.is_flat:
-        raise NotImplementedError("a layer runs several recurrences, one per head")
+    """Mamba-1's recurrence, its gate included; outputs [B, D, N]."""
 
     def recur(x: selective.Inputs, A_DS: Tensor) -> Tensor:
         return states.recur(SelectiveRule(A_DS), x)

@@ -66,7 +66,7 @@ It drafts for `{known["target"]}` (fingerprint `{known["fingerprint"]}`) and is 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(inner)}" for name, inner in value.items())
     if isinstance(value, (list, tuple)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.models.files import save_atomically
+from outrider.sampling import Sampler
+from outrider.tree import Shape, TokenTree
+from outrider.verify import Draft, Verdict
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -38,7 +41,9 @@ class Recorder:
         self.taps = taps
         self.hidden: list[list[Tensor]] = []
 
-    def begin(self, prompts: Sequence[Any], samplers: Sequence[Any], room: int, stream: int = 0) -> RecorderState:
+    def begin(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
+    ) -> RecorderState:
         """Record B further texts."""
         new: list[list[Tensor]] = [[] for _ in prompts]
         self.hidden += new
@@ -56,11 +61,11 @@ class RecorderState:
     def __init__(self, hidden: list[list[Tensor]]) -> None:
         self.hidden = hidden
 
-    def propose(self, contexts: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-        """Never asked for: recording goes with plain decoding."""
-        raise NotImplementedError("a recorder drafts nothing; decode with shape='off'")
+    def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
+        """Nothing but roots."""
+        return [Draft(TokenTree(context[-1]), {}) for context in contexts]
 
-    def observe(self, verdicts: Sequence[Any]) -> None:
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Nothing to learn."""
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, DraftState
+from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
 from outrider.sampling import Sampler
 from outrider.tree import Shape
 from outrider.verify import Draft, Verdict
@@ -87,7 +87,7 @@ class WatchedState:
 
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Pass hidden states on."""
-        self.inner.see(hidden)  # type: ignore[attr-defined]
+        cast(FeatureDraftState, self.inner).see(hidden)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +16,11 @@ from outrider.cli_options import (
     Target,
     Threads,
     Trust,
+    load_drafters,
     load_pair,
     parse_count,
     print_json,
+    write_json,
 )
 
 
@@ -155,8 +156,7 @@ def round_(
         options: dict[str, Any] = {"shape": shape, "temperature": temperature, "seed": seed}
         found = profile_rounds(engine, prompts, max_new_tokens, tell, **options)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "round.json").write_text(jsonlib.dumps(found.to_json(), indent=1) + "\n")
+        write_json(found.to_json(), out / "round.json")
         plot(found, out / "round.png")
     if json:
         print_json(found.to_json())
@@ -207,19 +207,16 @@ def context(
 ) -> None:
     """Tell what drafting costs as the text grows: milliseconds a step and memory of the drafter's state."""
     from outrider.bench.context import measure, plot, render, to_json
-    from outrider.drafters.catalog import make_drafter
     from outrider.progress import progress
 
     wanted = [parse_count(text, "--lengths") for text in lengths.split(",")]
     engine = load_pair(target, "off", dtype, device, threads, trust_remote_code)
-    loading = {"dtype": engine.dtype, "device": engine.model.device, "trust_remote_code": trust_remote_code}
-    drafters = {name: make_drafter(name, engine.target, engine.tokenizer, **loading) for name in drafter}
+    drafters = load_drafters(engine, drafter, trust_remote_code)
     with progress("bench context", quiet=json) as tell:
         points = measure(drafters, wanted, depth, repeats, tell)
     found = to_json(points, depth)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "context.json").write_text(jsonlib.dumps(found, indent=1) + "\n")
+        write_json(found, out / "context.json")
         plot(points, depth, out / "context.png")
     if json:
         print_json(found)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from outrider.api import Engine
+    from outrider.drafters.base import Drafter
     from outrider.train.distil import DistilSettings
     from outrider.train.kinds import Plan
 
@@ -74,8 +75,22 @@ def load_pair(
     return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
 
 
+def load_drafters(engine: Engine, names: list[str], trust: bool) -> dict[str, Drafter]:
+    """Drafters for an engine's target by name, without "off"."""
+    from outrider.drafters.catalog import make_drafter
+
+    loading = {"dtype": engine.dtype, "device": engine.model.device, "trust_remote_code": trust}
+    made = {name: make_drafter(name, engine.target, engine.tokenizer, **loading) for name in names}
+    return {name: drafter for name, drafter in made.items() if drafter is not None}
+
+
 def print_json(value: Any) -> None:
     typer.echo(jsonlib.dumps(value, ensure_ascii=False))
+
+
+def write_json(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(jsonlib.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def load_target(target: str, dtype: str | None, device: str | None, threads: int | None, trust: bool) -> Engine:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust
+from outrider.cli_options import (
+    Device,
+    DrafterName,
+    DType,
+    Json,
+    Target,
+    Threads,
+    Trust,
+    load_pair,
+    print_json,
+    write_json,
+)
 
 Prompts = Annotated[
     str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
@@ -45,7 +55,6 @@ def plan(
     json: Json = False,
 ) -> None:
     """Measure a pair and tell what speculation will bring, with which shape, and when it would not pay."""
-    from outrider.api import load
     from outrider.bench import plan_report
     from outrider.bench.plan import parse_change
     from outrider.bench.plan import plan as make_plan
@@ -56,7 +65,7 @@ def plan(
     changes = [parse_change(text) for text in what_if or ()]
     if drafter == "off":
         raise ValueError("--drafter off leaves nothing to plan; name a drafter")
-    engine = load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     with progress("plan", quiet=json) as tell:
         measured = measure(
             engine,
@@ -71,9 +80,9 @@ def plan(
     value = plan_report.to_json(found, engine)
     if out is not None:
         path = plan_report.pictures(found, out)
-        (out / "plan.json").write_text(jsonlib.dumps(value, indent=1, ensure_ascii=False))
+        write_json(value, out / "plan.json")
     if json:
-        typer.echo(jsonlib.dumps(value, ensure_ascii=False))
+        print_json(value)
         return
     plan_report.render(found, Console())
     if out is not None:
@@ -110,19 +119,17 @@ def regret(
     if target is None:
         streams = [synthetic([(800, law) for law in ((0.8, 0.08, 0.03), (0.05, 0.03, 0.02)) * 2], seed)]
     else:
-        from outrider.api import load
         from outrider.bench.tasks import load_tasks
 
-        engine = load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust_remote_code)
+        engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
         streams = record(engine, load_tasks(prompts, limit), max_new_tokens, temperature=temperature, seed=seed)
         arms = default_arms(engine.drafter) if engine.drafter else arms
     found = compare(streams, Seconds(node=node, level=level), arms, seed=seed)
-    out.mkdir(parents=True, exist_ok=True)
     regret_plot(found, out / "regret.png")
     value = found.to_json()
-    (out / "regret.json").write_text(jsonlib.dumps(value, indent=1))
+    write_json(value, out / "regret.json")
     if json:
-        typer.echo(jsonlib.dumps(value))
+        print_json(value)
         return
     for name in found.played:
         typer.echo(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json as jsonlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,11 +35,14 @@ from outrider.cli_options import (
     Target,
     Threads,
     Trust,
+    load_drafters,
     load_target,
     parse_count,
     plan_from,
+    print_json,
     report,
     settings_from,
+    write_json,
 )
 from outrider.progress import progress
 
@@ -282,24 +284,20 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Measure drafters on held-out prompts: acceptance, calibration, latency, memory, predicted and measured speed-up."""
-    from outrider.drafters.catalog import make_drafter
     from outrider.train.evaluate import evaluate as measure
     from outrider.train.evaluate import held_out_prompts
     from outrider.train.evaluation_report import pictures, render, to_json
 
     prompts = held_out_prompts(tasks, limit)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
-    loading = {"dtype": engine.dtype, "device": engine.model.device, "trust_remote_code": trust_remote_code}
-    made = {name: make_drafter(name, engine.target, engine.tokenizer, **loading) for name in drafter}
-    drafters = {name: one for name, one in made.items() if one is not None}
+    drafters = load_drafters(engine, drafter, trust_remote_code)
     with progress("evaluate", quiet=json) as tell:
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         found = measure(engine, drafters, prompts, shape=shape, tell=tell, **options)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "evaluation.json").write_text(jsonlib.dumps(to_json(found), indent=1) + "\n")
+        write_json(to_json(found), out / "evaluation.json")
         pictures(found, out)
     if json:
-        typer.echo(jsonlib.dumps(to_json(found), ensure_ascii=False))
+        print_json(to_json(found))
     else:
         render(found, Console())

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.picture import picture
 from outrider.topology import WAYS
 
 
@@ -40,24 +41,16 @@ def render(report: dict[str, Any], console: Console) -> None:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Speed-up over replay of every way and of the choice, one panel a mixer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     mixers = list(dict.fromkeys(row["mixer"] for row in report["verify"]))
-    figure, axes = pyplot.subplots(1, len(mixers), figsize=(6 * len(mixers), 4), squeeze=False, layout="constrained")
-    for panel, mixer in zip(axes[0], mixers):
-        rows = [row for row in report["verify"] if row["mixer"] == mixer]
-        for number, way in enumerate(WAYS):
-            places = [at + 0.25 * number for at in range(len(rows))]
-            panel.bar(places, [row["ms"]["replay"] / row["ms"][way] for row in rows], width=0.25, label=way)
-        chosen = [at + 0.25 * WAYS.index(row["chosen"]) for at, row in enumerate(rows)]
-        panel.plot(chosen, [row["speedup_over_replay"] for row in rows], "k*", label="choice")
-        panel.axhline(1, color="grey", linewidth=0.8)
-        panel.set_xticks([at + 0.25 for at in range(len(rows))], [row["case"] for row in rows], fontsize=8)
-        panel.set(title=f"{mixer}: {rows[0]['size']}", ylabel="speed-up over root-to-leaf replay")
-    axes[0][0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with picture(path, len(mixers)) as panels:
+        for panel, mixer in zip(panels, mixers):
+            rows = [row for row in report["verify"] if row["mixer"] == mixer]
+            for number, way in enumerate(WAYS):
+                places = [at + 0.25 * number for at in range(len(rows))]
+                panel.bar(places, [row["ms"]["replay"] / row["ms"][way] for row in rows], width=0.25, label=way)
+            chosen = [at + 0.25 * WAYS.index(row["chosen"]) for at, row in enumerate(rows)]
+            panel.plot(chosen, [row["speedup_over_replay"] for row in rows], "k*", label="choice")
+            panel.axhline(1, color="grey", linewidth=0.8)
+            panel.set_xticks([at + 0.25 for at in range(len(rows))], [row["case"] for row in rows], fontsize=8)
+            panel.set(title=f"{mixer}: {rows[0]['size']}", ylabel="speed-up over root-to-leaf replay")
+        panels[0].legend()

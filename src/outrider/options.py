@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,12 +146,13 @@ class Options:
             return frozenset(model_eos)
         if self.eos_token_id is None:
             return frozenset()
-        ids = list(self.eos_token_id) if _is_list(self.eos_token_id) else [self.eos_token_id]  # type: ignore[arg-type]
+        given: Any = self.eos_token_id
+        ids: list[Any] = list(given) if _is_list(given) else [given]
         if not all(map(_is_id, ids)):
             raise ValueError(
                 f"eos_token_id {self.eos_token_id!r} is not a token id; give an id, a list of ids, or None"
             )
-        return frozenset(ids)  # type: ignore[arg-type]
+        return frozenset(ids)
 
 
 def _is_id(value: object) -> bool:
@@ -170,7 +172,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def options_from(given: Mapping[str, object]) -> Options:
+def options_from(given: Mapping[str, Any]) -> Options:
     """Options from keyword arguments.
 
     Raises:
@@ -197,7 +199,7 @@ def options_from(given: Mapping[str, object]) -> Options:
         raise ValueError(f"generate() has no option {unknown[0]!r}; {hint}")
     if given.get("stop") is None:
         given.pop("stop", None)
-    return Options(**given)  # type: ignore[arg-type]
+    return Options(**given)
 
 
 def fresh_seed() -> int:

@@ -133,7 +133,7 @@ def evaluate(
         raise ValueError(f"shape {shape!r} drafts nothing; give a chain such as chain5, or a tree")
     watched = {name: Watched(drafter) for name, drafter in drafters.items()}
     notes: dict[str, dict[tuple[int, ...], list[Walk]]] = {name: {} for name in drafters}
-    options = {"temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed}
     methods = [Method("plain", lambda ids, new: _run(engine, None, ids, new, "off", options))]
     for name, drafter in watched.items():
 
@@ -144,7 +144,7 @@ def evaluate(
             return done
 
         methods.append(Method(name, run))
-    speed = run_speed(engine, prompts, methods, max_new_tokens, **options, progress=tell)  # type: ignore[arg-type]
+    speed = run_speed(engine, prompts, methods, max_new_tokens, **options, progress=tell)
     encoded = [prompt.encode(engine) for prompt in prompts]
     found = []
     for report, (name, drafter) in zip(speed.methods[1:], watched.items()):

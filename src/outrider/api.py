@@ -158,7 +158,7 @@ class Engine:
             shape: "auto", "ucb", "off", anything `parse_shape` reads, or a `Controller`.
             chat: put a text into the tokenizer's chat template.
             seed: one for all rows, or one per row.
-            options: see `Options`.
+            options: see `Options`; a list of temperatures is one per row.
 
         Returns:
             A `Result`, or a list of them for a batch; each row is what it would be alone.
@@ -206,9 +206,9 @@ class Engine:
         seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
-        options = [options_from({**given, "seed": one}) for one in seeds]
+        options = [options_from({**given, **own, "seed": one}) for one, own in zip(seeds, _per_row(given, len(prompts)))]
         # all rows of an unseeded call share one fresh seed, as rows of a seeded call share theirs
-        fresh = fresh_seed() if options[0].temperature > 0 and None in seeds else 0
+        fresh = fresh_seed() if any(o.temperature > 0 for o in options) and None in seeds else 0
         used = [fresh if one is None else one for one in seeds]
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
@@ -303,6 +303,16 @@ def _as_batch(prompt: Any) -> tuple[list[Any], bool]:
     if len(prompt) == 0:
         raise ValueError("the prompt is empty, or the list of prompts; give at least one token or prompt")
     return ([prompt], True) if isinstance(prompt[0], (Integral, Mapping)) else (list(prompt), False)
+
+
+def _per_row(given: dict[str, Any], rows: int) -> list[dict[str, Any]]:
+    """Options that were given row by row."""
+    heat = given.get("temperature")
+    if not isinstance(heat, (list, tuple)):
+        return [{}] * rows
+    if len(heat) != rows:
+        raise ValueError(f"{len(heat)} temperatures for {rows} prompts; give one temperature, or one per prompt")
+    return [{"temperature": one} for one in heat]
 
 
 def _result(sequence: Sequence, seed: int) -> Result:

@@ -36,7 +36,7 @@ def task_prompts(held_out: bool, tasks: tuple[str, ...] = TASKS) -> list[str]:
     return [text for text in texts if is_held_out(text) == held_out]
 
 
-def self_asked(engine: Engine, number: int, seed: int, batch: int = 64, longest: int = 96) -> list[str]:
+def self_asked(engine: Engine, number: int, seed: int, batch: int = 192, longest: int = 96) -> list[str]:
     """User messages that the target writes itself: its chat template up to the user's turn, continued at temperature 1.
 
     Args:
@@ -53,7 +53,7 @@ def self_asked(engine: Engine, number: int, seed: int, batch: int = 64, longest:
     ids = tokenizer(whole.split(mark)[0], add_special_tokens=False)["input_ids"]
     seeds = [seed + number * batch + i for i in range(batch)]
     results = engine.generate(
-        [ids] * batch, seed=seeds, shape="off", max_new_tokens=longest, temperature=1.0, top_p=0.95
+        [ids] * batch, seed=seeds, shape="off", max_new_tokens=longest, temperature=1.0, min_p=0.02
     )
     texts = [result.text.strip() for result in results if result.finish_reason == "stop"]
     return [text for text in dict.fromkeys(texts) if len(text) > 12]

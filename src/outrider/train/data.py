@@ -27,7 +27,9 @@ from outrider.train.prompts import is_held_out, self_asked, task_prompts, templa
 if TYPE_CHECKING:
     from outrider.api import Engine
 
-BATCH = 192  # answers written side by side: the arithmetic of a pass outweighs the reading of weights
+BATCH = 192  # most answers written side by side: the arithmetic of a pass outweighs the reading of weights
+SLOTS = 192 * 400  # of keys and values in a batch: every row takes as many as the longest
+WINDOW = 3  # batches whose prompts are sorted by length
 TEMPERATURES = (0.0, 0.7)  # answers of a shard alternate between them
 MOST_IN_VAIN = 8  # batches of self-asked messages without a new one
 HELD_OUT_TASKS = ("humaneval", "gsm8k", "mtbench")
@@ -93,7 +95,7 @@ def make_data(
     shards = shard_files(out)
     done = sum(_answer_tokens(load_file(path)) for path in shards)
     feed = _prompts(engine, out, prompts, settings)
-    for number, batch in enumerate(_batched(feed, BATCH)):
+    for number, batch in enumerate(_batches(engine, feed, max_new_tokens)):
         if done >= tokens:
             break
         if number < len(shards):
@@ -111,8 +113,15 @@ def make_data(
     return done
 
 
-def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
-    while batch := list(itertools.islice(items, size)):
+def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[str]]:
+    """Prompts of like length together."""
+    while window := list(itertools.islice(feed, WINDOW * BATCH)):
+        batch: list[str] = []
+        for length, text in sorted((len(engine.encode(text)), text) for text in window):
+            if len(batch) == BATCH or batch and (len(batch) + 1) * (length + room) > SLOTS:
+                yield batch
+                batch = []
+            batch.append(text)
         yield batch
 
 

@@ -52,6 +52,7 @@ class FakeEngine:
         self.wrong_at: int | None = None
         self.bias = 0.0
         self.drafts = True
+        self.exact = False
         self.calls: list[object] = []
         self.model_eos = [END]
 

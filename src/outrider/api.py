@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import abc
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from outrider.engine import Run
 from outrider.experience import Experience, Learner
 from outrider.machine import machine_name
 from outrider.models.catalog import DEFAULT
+from outrider.models.exact import DEEPEST, exactly
 from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
+from outrider.models.protocol import TreeModel
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.options import Options, fresh_seed, options_from
 from outrider.sampling import Sampler
@@ -57,16 +60,20 @@ class Result:
 class Engine:
     """A target, a drafter, and the tokenizer between them and text. Made by `load`."""
 
+    target: TreeModel
+    _found: TreeModel | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         drafter: Any = "auto",
+        exact: bool = False,
         **loading: Any,
     ) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.target, self.selftest = tree_model(model)
+        self.model, self.tokenizer, self.name, self.exact = model, tokenizer, name, exact
+        self._find_target()
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
         self._tuned: dict[tuple[str, int], tuple[Drafter, Controller]] = {}
         self._experience: list[Experience] = []
@@ -194,10 +201,14 @@ class Engine:
 
     def _refresh(self) -> None:
         """Follow changes of the models' weights, hooks or dtype since the last call."""
-        target, self.selftest = tree_model(self.model)
-        if target is not self.target:
-            self.target = target
-        refresh(self.drafter, target)
+        self._find_target()
+        refresh(self.drafter, self.target)
+
+    def _find_target(self) -> None:
+        """How the model's trees are scored now."""
+        found, self.selftest = tree_model(self.model)
+        if found is not self._found:
+            self._found, self.target = found, exactly(found) if self.exact else found
 
     def _run(
         self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
@@ -206,14 +217,16 @@ class Engine:
         seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
-        options = [options_from({**given, **own, "seed": one}) for one, own in zip(seeds, _per_row(given, len(prompts)))]
+        options = [
+            options_from({**given, **own, "seed": one}) for one, own in zip(seeds, _per_row(given, len(prompts)))
+        ]
         # all rows of an unseeded call share one fresh seed, as rows of a seeded call share theirs
         fresh = fresh_seed() if any(o.temperature > 0 for o in options) and None in seeds else 0
         used = [fresh if one is None else one for one in seeds]
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
         controller = self.controller(shape, options[0])
-        return Run(self.target, self.drafter, controller, sequences), used
+        return Run(self.target, self.drafter, controller, sequences, DEEPEST if self.exact else sys.maxsize), used
 
     def controller(self, shape: Any = "auto", options: Options | None = None) -> Controller:
         """Who chooses the shapes of a call. Those that learn are kept from call to call, one for each drafter."""
@@ -266,6 +279,7 @@ def load(
     device: str | torch.device | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
+    exact: bool = False,
 ) -> Engine:
     """An engine for a target.
 
@@ -277,6 +291,7 @@ def load(
         device: by default a GPU where there is one.
         threads: CPU threads of torch; by default left as they are.
         trust_remote_code: run code that comes with a model.
+        exact: score so that plain and speculative decoding have the same bits in half precision too, at some cost.
 
     Raises:
         ValueError: with one sentence, when something does not exist or does not fit.
@@ -291,7 +306,7 @@ def load(
     loaded = load_model(target, **loading)
     loading["dtype"] = dtype or loaded.model.dtype
     loading["device"] = device or loaded.model.device
-    return Engine(loaded.model, tokenizer or loaded.tokenizer, loaded.name, drafter, **loading)
+    return Engine(loaded.model, tokenizer or loaded.tokenizer, loaded.name, drafter, exact, **loading)
 
 
 def _as_batch(prompt: Any) -> tuple[list[Any], bool]:

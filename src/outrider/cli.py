@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider import cli_bench, cli_plan, cli_train
-from outrider.cli_options import Device, DrafterName, DType, Json, Target, Threads, Trust, load_pair, print_json
+from outrider.cli_options import Device, DrafterName, DType, Exact, Json, Target, Threads, Trust, load_pair, print_json
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result
@@ -83,6 +83,7 @@ def generate(
     trust_remote_code: Trust = False,
     show_draft: Annotated[bool, typer.Option("--show-draft", help="Colour tokens that were drafted.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show shapes, acceptance and speed while it runs.")] = False,
+    exact: Exact = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt, streaming."""
@@ -92,7 +93,7 @@ def generate(
     if watch and (json or show_draft):
         raise ValueError("--watch draws a view of its own; leave out --json and --show-draft")
     start = time.perf_counter()
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact)
     loaded = time.perf_counter() - start
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

@@ -12,6 +12,7 @@ from outrider.cli_options import (
     Device,
     DrafterName,
     DType,
+    Exact,
     Json,
     Target,
     Threads,
@@ -50,6 +51,7 @@ def certify(
     device: Device = None,
     threads: Threads = None,
     trust_remote_code: Trust = False,
+    exact: Exact = False,
     json: Json = False,
 ) -> None:
     """Prove on your own pair that speculation changes nothing. Exit 0: certified; 1: not, with the evidence."""
@@ -58,7 +60,7 @@ def certify(
     from outrider.bench.tasks import load_tasks
     from outrider.progress import progress
 
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact)
     with progress("certify", quiet=json) as tell:
         certificate = prove(
             engine,
@@ -100,6 +102,7 @@ def speed(
     device: Device = None,
     threads: Threads = None,
     trust_remote_code: Trust = False,
+    exact: Exact = False,
     json: Json = False,
 ) -> None:
     """Compare decoding methods prompt by prompt, and check that all write the same text."""
@@ -111,7 +114,7 @@ def speed(
 
     chosen = parse_methods(methods)
     prompts = held_out_prompts(tasks, limit) if held_out else load_tasks(tasks, limit)
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact)
     with progress("bench speed", quiet=json) as tell:
         report = run_speed(
             engine,

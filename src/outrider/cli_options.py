@@ -28,6 +28,7 @@ DType = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
+Exact = Annotated[bool, typer.Option("--exact", help="The same bits as plain decoding in bf16 too; trees cost more.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same run.")]
 Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states), mamba or llama (stand-alone).")]
@@ -68,11 +69,17 @@ def parse_count(text: str, what: str) -> int:
 
 
 def load_pair(
-    target: str, drafter: str, dtype: str | None, device: str | None, threads: int | None, trust: bool
+    target: str,
+    drafter: str,
+    dtype: str | None,
+    device: str | None,
+    threads: int | None,
+    trust: bool,
+    exact: bool = False,
 ) -> Engine:
     from outrider.api import load
 
-    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust)
+    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust, exact=exact)
 
 
 def load_drafters(engine: Engine, names: list[str], trust: bool) -> dict[str, Drafter]:

@@ -6,6 +6,7 @@ nothing drafted.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class Run:
     drafter: Drafter | None
     controller: Controller
     sequences: list[Sequence]
+    deepest: int = sys.maxsize  # levels of drafted tokens
 
     def __post_init__(self) -> None:
         self.clock, self.start = Clock(), time.perf_counter()
@@ -69,7 +71,8 @@ class Run:
     @torch.inference_mode()
     def _round(self) -> list[Piece]:
         before, shape = dict(self.clock.seconds), self.controller.choose() if self.drafting else OFF
-        shapes = [shape.cut(row.remaining - 1) for row in self.rows]  # never deeper than what a row may still write
+        # never deeper than what a row may still write
+        shapes = [shape.cut(min(row.remaining - 1, self.deepest)) for row in self.rows]
         if not any(cut.depth for cut in shapes):
             shape = OFF
         with self.clock.phase("draft"):

@@ -29,6 +29,7 @@ from outrider.options import LogitsProcessor, Options
 from outrider.tree import TokenTree
 
 NEGATIVE_INFINITY = float("-inf")
+FARTHEST = 16  # positions of a round whose noise is kept
 
 
 class LogitBias:
@@ -150,8 +151,8 @@ class Sampler:
         if self.greedy:
             return torch.zeros(size, device=device)
         if position not in self._noise:
-            if len(self._noise) >= 64:  # rounds look only a tree's depth ahead
-                self._noise.pop(next(iter(self._noise)))
+            # rounds look only a tree's depth ahead; what lies far behind is not asked for again
+            self._noise = {known: held for known, held in self._noise.items() if known + FARTHEST >= position}
             self._noise[position] = noise.gumbel(self.seed, noise.TARGET, position, self.vocab, device)
         return self._noise[position][:size]
 

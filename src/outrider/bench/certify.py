@@ -50,6 +50,8 @@ class Certificate:
         """One sentence for people."""
         if not self.certified:
             return f"not certified: {', '.join(check.name for check in self.checks if not check.passed)} failed"
+        if self.evidence.get("exact"):
+            return "certified: identical, exact by construction"
         return f"certified: identical up to {len(self.ties)} ties" if self.ties else "certified: identical"
 
     def to_json(self) -> dict[str, Any]:

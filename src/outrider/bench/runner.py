@@ -172,6 +172,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "target": engine.name,
         "drafter": engine.drafter.name if engine.drafter else "off",
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "exact": getattr(engine, "exact", False),
         "device": str(engine.model.device),
     }
 
@@ -235,7 +236,8 @@ def compare(
         return Difference(prompt, position, pair[0], pair[1], None, False, run)
     tokens = (plain[position], other[position])
     margin = margin_ulps(engine, prompt_ids + plain[:position], tokens, **sampling)
-    tie = margin is not None and margin <= TIE_ULPS[engine.dtype]
+    exact = getattr(engine, "exact", False)  # promises the same bits: then nothing is a tie
+    tie = not exact and margin is not None and margin <= TIE_ULPS[engine.dtype]
     return Difference(prompt, position, *tokens, margin, tie, run)
 
 

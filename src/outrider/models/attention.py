@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Fewer query rows go through another matrix kernel, whose sums differ in the last bit: then one token scored alone and the same
-# token scored in a tree would not always agree.
+# Rows are taken in blocks. Fewer of them, in all or in the last block, go through another matrix kernel, whose sums differ in the
+# last bit: then one token scored alone and the same token scored in a tree would not always agree.
 FEWEST_ROWS = 4
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """q [B, N, H, E], keys and values [B, G, S, E], scale -> [B, N, ..., E] with heads in order."""
 
 
 def folded(mask_B1NS: Tensor, repeat: int) -> Attend:
-    """Attention of a few nodes: the heads of a group become rows, so that no key is copied, and there are at least
-    `FEWEST_ROWS` of them."""
+    """Attention of a few nodes: the heads of a group become rows, so that no key is copied, and there are
+    `FEWEST_ROWS` of them or a multiple."""
     mask_B1RS = mask_B1NS.repeat(1, 1, repeat, 1)
-    mask_B1RS = F.pad(mask_B1RS, (0, 0, 0, max(0, FEWEST_ROWS - mask_B1RS.shape[2])))
+    mask_B1RS = F.pad(mask_B1RS, (0, 0, 0, -mask_B1RS.shape[2] % FEWEST_ROWS))
 
     def attend(q_BNHE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, scale: float) -> Tensor:
         batch, new, _, size = q_BNHE.shape

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.cache.attention import additive_mask
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import Attend, causal, folded
 from outrider.models.packed import Product
+from outrider.models.path_attention import path_ordered
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import PREFILL_CHUNK, CachedTreeModel, Unsupported
 
@@ -117,6 +119,7 @@ class LeanTreeModel(CachedTreeModel):
         self.repeat = self.blocks[0].heads // self.blocks[0].groups
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.way = "lean decoder, tree mask"
+        self.in_path_order = False  # see `exact`
 
     def _rope(self, x_BND: Tensor, positions_BN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [B, N, 1, E], so that rotation is `x * cos + roll(x) * sin`."""
@@ -126,15 +129,20 @@ class LeanTreeModel(CachedTreeModel):
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[:, :, None], signed[:, :, None]
 
+    def masks(self, visible: dict[int | None, Any]) -> Any:
+        """How each kind of layer attends."""
+        if self.in_path_order:
+            seen = {kind: visible[self.windows.get(kind)] for kind in self.kinds}
+            return {kind: path_ordered(seen_BNS, self.repeat, self.dtype) for kind, seen_BNS in seen.items()}
+        masks = {window: additive_mask(seen_BNS, self.dtype, self.device) for window, seen_BNS in visible.items()}
+        return {kind: folded(masks[self.windows.get(kind)], self.repeat) for kind in self.kinds}
+
     @torch.inference_mode()
     def forward(
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
-        masks = mask if isinstance(mask, dict) else dict.fromkeys(self.kinds, mask)
-        x_BND, features = self._run(
-            ids_BN, positions_BN, {kind: folded(masks[kind], self.repeat) for kind in self.kinds}, cache, taps
-        )
+        x_BND, features = self._run(ids_BN, positions_BN, mask, cache, taps)
         logits_BNV = self.unembed(self.norm(x_BND))
         if self.cap:
             logits_BNV = torch.tanh(logits_BNV / self.cap) * self.cap

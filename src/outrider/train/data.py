@@ -118,7 +118,7 @@ def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[st
     while window := list(itertools.islice(feed, WINDOW * BATCH)):
         batch: list[str] = []
         for length, text in sorted((len(engine.encode(text)), text) for text in window):
-            if len(batch) == BATCH or batch and (len(batch) + 1) * (length + room) > SLOTS:
+            if len(batch) == BATCH or (batch and (len(batch) + 1) * (length + room) > SLOTS):
                 yield batch
                 batch = []
             batch.append(text)

@@ -17,6 +17,7 @@ import pytest
 from bench_fakes import FakeEngine
 from outrider.bench import tasks
 from outrider.bench.tasks import load_task, parse_tasks
+from outrider.train.more_prompts import functions, sums
 
 CODE = '    """Adds things. """\n' + "    total = total + values[0]  # and so on\n" * 8
 TEXT = "Several honest people walked along another crowded street while everybody talked. " * 5
@@ -141,3 +142,26 @@ def test_task_lists_are_checked(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="holds no prompt"):
         load_task(str(tmp_path / "empty.jsonl"))
+
+
+def test_functions_of_a_folder_are_asked_by_signature_and_docstring(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(
+        'def add(a: int, b=2) -> int:\n    """Add two numbers.\n\n    Both may be negative, and are."""\n    return a + b\n'
+        "def silent(a):\n    return a\n"
+    )
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "skip.py").write_text((tmp_path / "good.py").read_text())
+    (asked,) = functions(tmp_path)
+    assert (
+        'def add(a: int, b=2) -> int:\n    """Add two numbers.\n\n    Both may be negative, and are.\n    """' in asked
+    )
+    assert "return a + b" not in asked
+
+
+def test_the_standard_library_gives_many_different_functions() -> None:
+    assert len(functions()) == len(set(functions())) > 500
+
+
+def test_sums_are_as_many_as_asked_never_twice_and_the_same_for_a_seed() -> None:
+    assert len(set(sums(300, seed=4))) == 300 and sums(300, seed=4) == sums(300, seed=4) != sums(300, seed=5)

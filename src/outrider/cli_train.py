@@ -80,7 +80,10 @@ def data(
     ] = None,
     tokens: Annotated[str, typer.Option(help="Answer tokens to make, such as 500k or 2M.")] = "1M",
     sources: Annotated[
-        str, typer.Option(help="Further prompts: tasks, templates, self (asked by the target itself), or none.")
+        str,
+        typer.Option(
+            help="Further prompts: tasks, templates, functions, sums, self (asked by the target itself), or none."
+        ),
     ] = "tasks,templates,self",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     taps: Annotated[str, typer.Option(help="Also keep the hidden states of these layers, such as 7,17,29.")] = "",

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from outrider.models.files import save_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.features import Recorder, feature_file
+from outrider.train.more_prompts import functions, sums
 from outrider.train.prompts import is_held_out, self_asked, task_prompts, templates
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ WINDOW = 3  # batches whose prompts are sorted by length
 TEMPERATURES = (0.0, 0.7)  # answers of a shard alternate between them
 MOST_IN_VAIN = 8  # batches of self-asked messages without a new one
 HELD_OUT_TASKS = ("humaneval", "gsm8k", "mtbench")
+SOURCES = ("tasks", "templates", "functions", "sums", "self")
 FEWEST_TOKENS = 8  # an answer shorter than this teaches nothing
 
 
@@ -73,7 +75,8 @@ def make_data(
 
     Args:
         prompts: further user messages; held-out ones among them are left out.
-        sources: "tasks" (the training side of the benchmark prompts), "templates", "self" (asked by the target itself).
+        sources: "tasks" (the training side of the benchmark prompts), "templates", "functions" (of Python's library, to be
+            completed), "sums" (in words), "self" (asked by the target itself).
         taps: also keep the target's hidden states at these layers, as they come while it writes.
         tell: progress as (answer tokens, of how many, what).
 
@@ -83,9 +86,9 @@ def make_data(
     Raises:
         ValueError: for an unknown source, or a folder made with other settings or by another target.
     """
-    unknown = set(sources) - {"tasks", "templates", "self", "file"}
+    unknown = set(sources) - set(SOURCES)
     if unknown:
-        raise ValueError(f"prompt source {sorted(unknown)[0]!r} is unknown; use tasks, templates and self")
+        raise ValueError(f"prompt source {sorted(unknown)[0]!r} is unknown; use {', '.join(SOURCES)}")
     if tokens < 1 or max_new_tokens < FEWEST_TOKENS:
         raise ValueError(f"{tokens} tokens in answers of up to {max_new_tokens} are no data; ask for more")
     # which prompts were given is part of what a data set is made of
@@ -170,6 +173,10 @@ def _prompts(engine: Engine, out: Path, given: Sequence[str], settings: DataSett
         fixed += task_prompts(held_out=False)
     if "templates" in settings.sources:
         fixed += templates()
+    if "functions" in settings.sources:
+        fixed += functions()
+    if "sums" in settings.sources:
+        fixed += sums(seed=settings.seed)
     fixed = list(dict.fromkeys(fixed))
     random.Random(settings.seed).shuffle(fixed)
     if "self" not in settings.sources:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.models import convert, loading
+from outrider.models import convert, hub, loading
 from outrider.models.catalog import ALIASES, DEFAULT
 from outrider.models.loading import list_models, load_model, parse_dtype, pick_device, pick_dtype
 
@@ -170,8 +170,24 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect to the hub.\nCheck your connection.")
 
+    monkeypatch.setattr(hub, "_reachable", lambda: True)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", unreachable)
     assert "We couldn't connect" in _refused("org/name", "model hub")
+
+
+def test_without_a_network_nobody_waits_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no route")
+
+    for name in ("getproxies", "create_connection"):
+        monkeypatch.setattr(hub if name == "getproxies" else hub.socket, name, dict if name == "getproxies" else refuse)
+    monkeypatch.delenv("ALL_PROXY", raising=False)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    start = time.monotonic()
+    _refused("org/name", "cannot be reached")
+    assert time.monotonic() - start < 2.0
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/somewhere/config.json")
+    assert hub.only_cached("org/name")
 
 
 def test_impossible_dtypes_and_devices_are_refused(folder: Path) -> None:
@@ -255,6 +271,17 @@ def test_a_gguf_file_is_converted_once_and_keeps_its_weights(
     assert [path.name for path in (cache / "models").iterdir() if path.is_dir()] == [
         Path(again.model.name_or_path).name
     ]
+
+
+def test_a_converted_model_that_lost_bytes_is_made_again(tmp_path: Path, cache: Path) -> None:
+    _write_gguf(tmp_path / "tiny.gguf")
+    folder = Path(load_model(tmp_path / "tiny.gguf", dtype="bf16", device="cpu").model.name_or_path)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(whole[:-100])
+    load_model(tmp_path / "tiny.gguf", dtype="bf16", device="cpu")
+    assert weights.read_bytes() == whole
 
 
 def test_a_damaged_gguf_file_is_one_sentence(tmp_path: Path, cache: Path) -> None:

@@ -114,18 +114,25 @@ def _make(folder: Path, source: str, label: str, gguf: Callable[[Path], Path]) -
         clean = Path(scratch) / "model"
         with working(f"Converting {label}, once and for all (up to a minute) ..."):
             _convert(path, clean)
-        (clean / STAMP).write_text(json.dumps({"format": FORMAT, "source": source}), encoding="utf-8")
+        stamp = {"format": FORMAT, "source": source, "bytes": _sizes(clean)}
+        (clean / STAMP).write_text(json.dumps(stamp), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(clean, folder)
 
 
 def _has_stamp(folder: Path, source: str) -> bool:
+    """Whether a folder was made from `source`, and its files have the sizes that the stamp names."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        sizes = stamp.pop("bytes", None)
+        return stamp == {"format": FORMAT, "source": source} and sizes in (None, _sizes(folder))
+    except (OSError, ValueError, AttributeError):
         return False
-    return bool(stamp == {"format": FORMAT, "source": source})
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != STAMP}
 
 
 def _convert(path: Path, clean: Path) -> None:

@@ -22,6 +22,7 @@ from . import gdn
 from .catalog import ALIASES, DEFAULT
 from .convert import alias_folder, convert_alias, convert_file, first_line, is_converted, quiet_transformers
 from .fetch import fetched_package
+from .hub import only_cached
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -84,8 +85,11 @@ def load_model(
     place = pick_device(device)
     kind = pick_dtype(place) if dtype is None else parse_dtype(dtype)
     source, where = _resolve(os.fspath(name))
-    model = _load_weights(where, source, kind, place, trust_remote_code)
-    tokenizer = _load_tokenizer(where, source, trust_remote_code)
+    given = {"trust_remote_code": trust_remote_code}
+    if source == "hub":
+        given["local_files_only"] = only_cached(where)
+    model = _load_weights(where, source, kind, place, **given)
+    tokenizer = _load_tokenizer(where, source, **given)
     return Loaded(os.fspath(name), model, tokenizer, source)
 
 
@@ -237,7 +241,7 @@ def _live(model: Any, dtype: str | torch.dtype | None, device: str | torch.devic
     return Loaded(name, model.eval(), None, "live")
 
 
-def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.device, **given: bool) -> Any:
     gdn.register()
     try:
         # The hub keeps its bars: a download may take minutes.
@@ -246,8 +250,8 @@ def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.dev
                 where,
                 dtype=dtype,
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **given,
             )
             model = model.to(device)
     except torch.OutOfMemoryError as error:
@@ -287,11 +291,11 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
             )
 
 
-def _load_tokenizer(where: str, source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(where: str, source: str, **given: bool) -> PreTrainedTokenizerBase | None:
     if source != "hub" and not any(any(Path(where).glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(where, **given)
     except Exception as error:
         raise ValueError(
             f"The tokenizer of {where} cannot be loaded ({first_line(error)}): get its files again, or remove them "

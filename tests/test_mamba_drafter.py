@@ -26,6 +26,7 @@ from outrider.train.students import MambaStudent, new_mamba
 from outrider.tree import ancestor_sets
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 5]
+DRAFTED = VOCAB - 8
 TEXT = [(5 * i * i + 3 * i) % VOCAB for i in range(150)]
 
 
@@ -54,7 +55,8 @@ def training_form(made: MambaModel, ids: list[int]) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(got, wanted, atol=1e-9, rtol=1e-9)
+    """What the head was cut to; tokens of the text, which joined it, follow in the order of the text."""
+    torch.testing.assert_close(got[..., :DRAFTED], wanted[..., :DRAFTED], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("ffn", [0, 24])
@@ -134,13 +136,31 @@ def test_state_does_not_grow() -> None:
         made.begin([[1]], taps=[0])
 
 
-def test_only_the_draft_vocabulary_is_proposed() -> None:
+def test_only_the_draft_vocabulary_and_what_the_text_holds_is_proposed() -> None:
     made = model()
-    logits = made.begin([TEXT[:9]]).extend([[4]], [[-1]])
-    assert logits.shape == (1, 1, len(made.draft_ids)) and made.draft_ids.tolist() == made.blocks.draft_ids.tolist()
-    wide_V = widen(logits[0], made.draft_ids, VOCAB)[0]
-    assert wide_V.isfinite().nonzero().flatten().tolist() == sorted(made.draft_ids.tolist())
-    assert torch.equal(wide_V[made.draft_ids], logits[0, 0])
+    drafted = made.draft_ids.tolist()
+    known, lacking = drafted[0], sorted(set(range(VOCAB)) - set(drafted))
+    state = made.begin([[known, lacking[3], known], [known]])
+    logits = state.extend([[known, lacking[5]], [known]], [[-1, 0], [-1]])
+    assert state.vocabulary.ids(0).tolist() == [*drafted, lacking[3], lacking[5]]
+    assert state.vocabulary.ids(1).tolist() == drafted
+    whole = made.cut.whole_VD @ made.blocks(made.embedding(torch.tensor([[known, lacking[3], known, known]])))[0, -1]
+    close(logits[0, 0], whole[state.vocabulary.ids(0)])
+    torch.testing.assert_close(logits[0, 0, DRAFTED:], whole[[lacking[3], lacking[5]]], atol=1e-9, rtol=1e-9)
+    wide_V = widen(logits[1, :1, :DRAFTED], made.draft_ids, VOCAB)[0]
+    assert wide_V.isfinite().nonzero().flatten().tolist() == sorted(drafted)
+    state.keep([1])
+    assert state.vocabulary.ids(0).tolist() == drafted
+
+
+def test_a_text_of_many_rare_words_is_followed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.models.draft_vocab.MOST_JOINED", 3)
+    made = model()
+    lacking = sorted(set(range(VOCAB)) - set(made.draft_ids.tolist()))
+    state = made.begin([[]])
+    for token in lacking:
+        state.extend([[token]], [[-1]])
+    assert state.vocabulary.ids(0).tolist()[DRAFTED:] == lacking[:3]
 
 
 def test_embedding_is_the_targets_own() -> None:

@@ -20,7 +20,7 @@ from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
-from outrider.models.draft_vocab import CutHead
+from outrider.models.draft_vocab import CutHead, TextVocabulary
 from outrider.models.feature_head import Attend, FeatureHead
 from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.packed import Packed
@@ -74,6 +74,7 @@ class HeadState:
     def __init__(self, model: HeadModel, batch: int, capacity: int) -> None:
         self.model, self.lengths = model, [0] * batch
         self.layer, self.nodes = AttentionLayer(capacity), Pending(batch)
+        self.vocabulary = TextVocabulary(model.cut, batch)
         self.factors = Factors(model.sizes, batch, NODES, model.device)
         self.features: list[Tensor] | None = None
         self.forgotten = 0
@@ -109,6 +110,7 @@ class HeadState:
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
         self._read()
+        self.vocabulary.follow(tokens)
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(self.nodes.depths_BM[:, start : start + new])
@@ -118,7 +120,7 @@ class HeadState:
         scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
         with model.packed.active():
             outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend, scan)
-            logits_BNC = model.cut(outputs)
+            logits_BNC = self.vocabulary.logits(outputs)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
         return logits_BNC
 
@@ -192,6 +194,7 @@ class HeadState:
         self.layer.keep(rows)
         self.nodes.keep(rows)
         self.factors.keep(rows)
+        self.vocabulary.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
         self.seen = [self.seen[row] for row in rows]
         self.first = [self.first[row] for row in rows]

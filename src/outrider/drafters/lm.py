@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider import noise
-from outrider.models.draft_vocab import widen
+from outrider.models.draft_vocab import TextVocabulary, widen
 from outrider.models.protocol import TreeModel, TreeState
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
@@ -142,7 +142,7 @@ class LMDraftState:
             growth.want(shape, 0)
         for level in range(depth):
             for row, growth in enumerate(self.growths):
-                self._choose_children(growth, self.samplers[row], shapes[row], logits[row])
+                self._choose_children(growth, row, shapes[row], logits[row])
             wanted = [growth.want(shape, level + 1) for growth, shape in zip(self.growths, shapes)]
             if not any(wanted):
                 break
@@ -160,13 +160,14 @@ class LMDraftState:
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
         return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
 
-    def _choose_children(self, growth: _Growth, sampler: Sampler, shape: Shape, logits_FC: Tensor) -> None:
+    def _choose_children(self, growth: _Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
         fed, counts = list(growth.wanted), list(growth.wanted.values())
         growth.frontier = []
         if not fed:
             return
-        scores_FC, ids_C = self._scores(growth, sampler, fed, logits_FC, shape)
+        sampler = self.samplers[row]
+        scores_FC, ids_C = self._scores(growth, row, fed, logits_FC, shape)
         position = len(growth.context) + growth.tree.depths[fed[0]]
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
@@ -185,13 +186,14 @@ class LMDraftState:
                     growth.scores[child] = score
 
     def _scores(
-        self, growth: _Growth, sampler: Sampler, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
+        self, growth: _Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor | None]:
         """Processed logits, and the token ids of their columns (None: they are the ids).
 
         Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
         """
-        ids_C, logits_FC = self.drafter.draft_ids, logits_FC.to(sampler.device)
+        sampler, ids_C = self.samplers[row], self._draft_ids(row)
+        logits_FC = logits_FC[:, : None if ids_C is None else len(ids_C)].to(sampler.device)
         if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
             return sampler.scores(None, logits_FC), ids_C
         vocab = sampler.vocab
@@ -205,6 +207,11 @@ class LMDraftState:
         if sampler.processors and impossible:  # a user's processor may have made them possible again
             scores_FV = scores_FV.masked_fill(logits_FC.isneginf(), float("-inf"))
         return scores_FV, None
+
+    def _draft_ids(self, row: int) -> Tensor | None:
+        """The draft vocabulary of a row."""
+        vocabulary: TextVocabulary | None = getattr(self.state, "vocabulary", None)
+        return self.drafter.draft_ids if vocabulary is None else vocabulary.ids(row)
 
     def _finish(self, growth: _Growth, shape: Shape) -> Draft:
         if shape.budget and growth.tree.drafted > shape.budget:

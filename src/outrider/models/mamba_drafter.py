@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
-from outrider.models.draft_vocab import CutHead
+from outrider.models.draft_vocab import CutHead, TextVocabulary
 from outrider.models.mamba_mixer import MambaMixer, Scan
 from outrider.models.norm import Norm
 from outrider.models.packed import Packed
@@ -124,6 +124,7 @@ class MambaModel:
         if taps:
             raise ValueError("a Mamba drafter hands out no hidden states; use a transformers model as the target")
         state = MambaState(self, len(prompts))
+        state.vocabulary.follow(prompts)
         for row, prompt in enumerate(prompts):
             scan = PromptScan()
             for at in range(0, len(prompt), PREFILL_CHUNK):
@@ -147,6 +148,7 @@ class MambaState:
         self.nodes = Pending(batch)
         self.factors = Factors(model.sizes, batch, NODES, model.device)
         self.features: list[Tensor] | None = None
+        self.vocabulary = TextVocabulary(model.cut, batch)
 
     @property
     def pending(self) -> int:
@@ -160,8 +162,9 @@ class MambaState:
         start, _ = self.nodes.add(parents, new)
         scan = TreeScan(self.factors, self.nodes, start)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.model.device)
+        self.vocabulary.follow(tokens)
         with self.model.packed.active():
-            return self.model.cut(self.model.blocks(self.model.embedding(ids), scan))
+            return self.vocabulary.logits(self.model.blocks(self.model.embedding(ids), scan))
 
     @torch.inference_mode()
     def commit(self, paths: Rows) -> None:
@@ -178,6 +181,7 @@ class MambaState:
         """Keep only these rows."""
         self.factors.keep(rows)
         self.nodes.keep(rows)
+        self.vocabulary.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
 
     def bytes(self) -> int:

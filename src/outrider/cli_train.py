@@ -1,4 +1,4 @@
-"""The workshop's commands: data, table, distil, prune, boost, evaluate. They read options, call `train`, and print."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate. They read options, call `train`, and print."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EVALUATION_TASKS = "humaneval,gsm8k,mtbench"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (data, table, distil, prune, boost, evaluate):
+    for command in (data, table, distil, prune, linearize, boost, evaluate):
         app.command()(_writing(command))
 
 
@@ -217,6 +217,45 @@ def prune(
         )
     lengths = f", {_lengths(known)}" if finetune else ""
     report({"out": str(out), **known}, f"{out} is a model of layers {known['layers_kept']}{lengths}", json)
+
+
+def linearize(
+    target: Target,
+    data: Data,
+    out: Out,
+    layers: Annotated[int | None, typer.Option(help="Layers to keep. Default: all.")] = None,
+    tokens: Annotated[str, typer.Option(help="Answer tokens to fit the layers on, such as 32k.")] = "32k",
+    minutes: Annotated[float, typer.Option(help="Distil so long afterwards; 0 leaves the layers as fitted.")] = 60.0,
+    loss: Loss = "kl",
+    rate: Rate = 4e-4,
+    held_out: HeldOut = EVALUATION_TASKS,
+    batch_tokens: BatchTokens = 2048,
+    every: Every = 120.0,
+    patience: Patience = 0,
+    seed: Seed = 0,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Make a Gated DeltaNet language model, without attention, out of an attention model: a target of its own."""
+    from outrider.train.linear_lm import LinearPlan, linear_lm
+
+    settings = None
+    if minutes:
+        settings = settings_from("llama", minutes, 1, 0.0, loss, rate, "1", batch_tokens, seed)
+    tasks = plan_from("llama", "attention", "", None, None, held_out).held_out
+    plan = LinearPlan(layers, parse_count(tokens, "--tokens"), tasks)
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("linearize", quiet=json) as tell:
+        known = linear_lm(engine, data, out, plan, settings, every=every, patience=patience, tell=tell)
+    closeness = ", ".join(f"{name} {known[name]:.3g}" for name in ("kl", "perplexity", "agreement"))
+    report(
+        {"out": str(out), **known},
+        f"{out} is a Gated DeltaNet model of {len(known['layers_of_the_teacher'])} layers: {closeness}",
+        json,
+    )
 
 
 def boost(

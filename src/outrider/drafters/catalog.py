@@ -18,6 +18,7 @@ from outrider.drafters.lm import LMDrafter
 from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.oracle import OracleDrafter
+from outrider.drafters.self_draft import SelfDrafter, parse_layers
 from outrider.drafters.small_lm import is_small_lm, load_small_lm
 from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.loading import load_model, local_path
@@ -26,8 +27,8 @@ from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, parse_shape
 
 NAMES = (
-    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'table:FOLDER', 'oracle:RATE', a drafter's folder, a model (alias, hub "
-    "id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something to propose)"
+    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's folder, a "
+    "model (alias, hub id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something)"
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
 FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")
@@ -109,6 +110,8 @@ def _named(
         except ValueError:
             raise ValueError(f"drafter {name!r} needs a rate between 0 and 1; write for example 'oracle:0.8'") from None
         return OracleDrafter(target, rate)
+    if kind == "self":
+        return SelfDrafter(target, parse_layers(rest))
     folder = local_path(rest if kind == "table" else name)
     if kind == "table" or is_drafter_folder(folder):
         return _from_folder(folder, target, must_be_table=kind == "table")
@@ -165,6 +168,8 @@ def refresh(drafter: Drafter | None, target: TreeModel) -> None:
     for part in getattr(drafter, "drafters", [drafter]):
         if isinstance(part, OracleDrafter):
             part.target = target
+        elif isinstance(part, SelfDrafter):
+            part.follow(target)
         elif isinstance(part, LMDrafter) and isinstance(getattr(part.model, "model", None), PreTrainedModel):
             part.model = tree_model(_model(part.model))[0]
         elif part is not drafter:

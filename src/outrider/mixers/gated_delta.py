@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.mixers import linear
@@ -89,15 +90,37 @@ def masked(state_BHKV: Tensor, x: Inputs, factors: linear.Factors, seen_BMM: Ten
 
 
 def sequence(state_BHKV: Tensor, x: Inputs, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Whole sequences from a state, chunk by chunk: outputs [B, T, H, V] and the state after them."""
-    outputs = []
-    for at in range(0, x.q_BNJK.shape[1], chunk):
-        part = Inputs(*(t[:, at : at + chunk] for t in x))
-        tokens = part.q_BNJK.shape[1]
-        factors = linear.Factors(part.k_BNJK, part.v_BNHV, part.g_BNHD)
-        seen_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=state_BHKV.device).tril()
-        o_BTHV, u_BTHV = masked(state_BHKV, part, factors, seen_TT.expand(len(state_BHKV), -1, -1))
-        outputs.append(o_BTHV)
-        rows = zip(state_BHKV, part.k_BNJK, u_BTHV, part.g_BNHD)
-        state_BHKV = torch.stack([linear.after(*row) for row in rows])
-    return torch.cat(outputs, dim=1), state_BHKV
+    """Whole sequences from a state, differentiable: outputs [B, T, H, V] and the state after them.
+
+    Chunks of C tokens are solved all at once, X of them; only the state goes from one to the next. For that the solved u is kept
+    as what it would be without a state, and what it owes to one: u = u_0 - w S.
+    """
+    tokens, key_heads = x.q_BNJK.shape[1:3]
+    chunk = min(chunk, tokens)
+    q, k, v, g, beta = (_in_chunks(t, chunk) for t in x)
+    q, k = (t.permute(0, 3, 1, 2, 4)[:, :, None] for t in (q, k))  # [B, J, 1, X, C, K]
+    v, g, beta = (
+        heads(t, key_heads, 3).movedim((3, 4), (1, 2)) for t in (v, g, beta[..., None])
+    )  # [B, J, R, X, C, ...]
+    log = linear.exact(g).cumsum(-2)
+    start, left, whole = (t.to(g.dtype).exp() for t in (log, log[..., -1:, :] - log, log[..., -1, :]))
+    unseen_CC = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    between = (log[..., :, None, :] - log[..., None, :, :]).to(g.dtype).masked_fill(unseen_CC, float("-inf")).exp()
+    lower, weights = beta * linear.scores(k, k, between), linear.scores(q, k, between)
+    solved = torch.linalg.solve_triangular(
+        lower, torch.cat([beta * v, beta * start * k], dim=-1), upper=False, unitriangular=True
+    )
+    u_0, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    reads, writes, state, outputs = start * q, (left * k).mT, heads(state_BHKV, key_heads, 1), []
+    for at in range(q.shape[3]):
+        u = u_0[..., at, :, :] - w[..., at, :, :] @ state
+        outputs.append(reads[..., at, :, :] @ state + weights[..., at, :, :] @ u)
+        state = whole[..., at, :, None] * state + writes[..., at, :, :] @ u
+    o_BTHV = torch.cat(outputs, dim=-2)[..., :tokens, :].movedim(3, 1).flatten(2, 3)
+    return o_BTHV, state.flatten(1, 2)
+
+
+def _in_chunks(x_BT: Tensor, chunk: int) -> Tensor:
+    """[B, T, ...] as [B, X, C, ...]; zeros behind the end, which neither decay nor write, fill the last chunk."""
+    spare = -x_BT.shape[1] % chunk
+    return F.pad(x_BT, (*(0, 0) * (x_BT.ndim - 2), 0, spare)).unflatten(1, (-1, chunk))

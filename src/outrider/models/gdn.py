@@ -116,7 +116,8 @@ def gated_delta_sequence(
     if initial_state is None:
         initial_state = q.new_zeros(len(q), v.shape[2], q.shape[-1], v.shape[-1])
     x = gated_delta.Inputs(q, k, v, g[..., None], beta)
-    o_BTHV, state_BHKV = gated_delta.sequence(initial_state.to(wide), x)
+    with torch.autocast(value.device.type, enabled=False):  # states stay wide in training, too
+        o_BTHV, state_BHKV = gated_delta.sequence(initial_state.to(wide), x)
     return o_BTHV.to(value.dtype), state_BHKV
 
 

@@ -36,10 +36,22 @@ def about(engine: Engine, data: Path | None, **facts: Any) -> dict[str, Any]:
 
 
 def card(title: str, text: str, known: dict[str, Any]) -> str:
-    """The text of `README.md`.
+    """The text of a drafter's `README.md`.
 
     Args:
         known: what `about` gave; its facts make the table.
+    """
+    use = f"""It drafts for `{known["target"]}` (fingerprint `{known["fingerprint"]}`) and is refused for any other target:
+
+    outrider generate "..." --target {known["target"]} --drafter THIS_FOLDER"""
+    return model_card(title, text, use, known)
+
+
+def model_card(title: str, text: str, use: str, known: dict[str, Any]) -> str:
+    """The text of any model's `README.md`; see `card`.
+
+    Args:
+        use: what it is for, with a command.
     """
     made = known["provenance"]
     facts = {name: value for name, value in known.items() if name not in ("provenance", "fingerprint")}
@@ -50,9 +62,7 @@ def card(title: str, text: str, known: dict[str, Any]) -> str:
 
 {text}
 
-It drafts for `{known["target"]}` (fingerprint `{known["fingerprint"]}`) and is refused for any other target:
-
-    outrider generate "..." --target {known["target"]} --drafter THIS_FOLDER
+{use}
 
 | | |
 |---|---|

@@ -71,15 +71,23 @@ class Trainer:
     def __init__(self, student: Student, settings: DistilSettings, out: Path) -> None:
         self.student, self.settings, self.out = student, settings, out
         self.module = student.module
-        matrices = [p for p in self.module.parameters() if p.ndim == 2]
-        others = [p for p in self.module.parameters() if p.ndim != 2]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=settings.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=settings.rate, weight_decay=0.0, betas=(0.9, 0.95)),
-        ]
+        self.optimizers = self.make_optimizers()
         self.seconds, self.tokens, self.updates, self.passes = 0.0, 0, 0, 0
         self.curve: list[dict[str, float]] = []
         self._resume()
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for matrices, AdamW for the rest."""
+        matrices = [p for p in self.module.parameters() if p.ndim == 2]
+        others = [p for p in self.module.parameters() if p.ndim != 2]
+        return [
+            torch.optim.Muon(matrices, lr=self.settings.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=self.settings.rate, weight_decay=0.0, betas=(0.9, 0.95)),
+        ]
+
+    def gain(self, point: dict[str, float]) -> float:
+        """How good an evaluation found the student: acceptance length."""
+        return point["acceptance_length"]
 
     # -- checkpoint ------------------------------------------------------------------------------------------------
 
@@ -129,7 +137,7 @@ class Trainer:
 
         Args:
             examples: what there is to learn from, asked anew at every pass: data may still be growing.
-            patience: stop after this many evaluations without a longer acceptance length; 0 never does.
+            patience: stop after this many evaluations without gain; 0 never does.
 
         Raises:
             ValueError: when the loss is not finite.
@@ -159,9 +167,9 @@ class Trainer:
             self.passes += 1
 
     def stalled(self, patience: int) -> bool:
-        """Whether the last `patience` evaluations brought no longer acceptance length than the best before them."""
-        lengths = [point["acceptance_length"] for point in self.curve if "acceptance_length" in point]
-        return 0 < patience < len(lengths) and max(lengths[-patience:]) <= max(lengths[:-patience])
+        """Whether the last `patience` evaluations found nothing better than the best before them."""
+        gains = [self.gain(point) for point in self.curve]
+        return 0 < patience < len(gains) and max(gains[-patience:]) <= max(gains[:-patience])
 
     def _update(self, batch: Batch, progress: float) -> float:
         warm = min(1.0, (self.updates + 1) / 50)

@@ -108,9 +108,11 @@ def new_llama(engine: Engine, layers: int, seed: int) -> PreTrainedModel:
     return model
 
 
-def save_transformer(model: PreTrainedModel, folder: Path, engine: Engine, about: dict[str, Any], card: str) -> None:
-    """Write a transformers folder with the target's tokenizer, `drafter.json` and a card; `config.json` comes last, so that a
-    folder with one is whole."""
+def save_transformer(
+    model: PreTrainedModel, folder: Path, engine: Engine, about: dict[str, Any], card: str, name: str = ABOUT
+) -> None:
+    """Write a transformers folder with the target's tokenizer, what is known about it (as `name`) and a card; `config.json` comes
+    last, so that a folder with one is whole."""
     partial = folder / "part"
     partial.mkdir(parents=True, exist_ok=True)
     try:
@@ -121,7 +123,7 @@ def save_transformer(model: PreTrainedModel, folder: Path, engine: Engine, about
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(f"{folder} cannot be written ({error}); free some space or give another folder") from error
-    (partial / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    (partial / name).write_text(json.dumps(about, indent=1) + "\n")
     (partial / "README.md").write_text(card)
     for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
         os.replace(path, folder / path.name)

@@ -20,6 +20,19 @@ def learning_curve(curve: Sequence[Mapping[str, float]], path: Path) -> None:
             axes.grid(alpha=0.3)
 
 
+def language_curve(curve: Sequence[Mapping[str, float]], path: Path) -> None:
+    """How far a language model's laws are from its teacher's on held-out answers, and how often both choose the same token,
+    against training tokens."""
+    tokens = [point["tokens"] / 1e6 for point in curve]
+    with picture(path, 2) as (left, right):
+        left.plot(tokens, [point["kl"] for point in curve], marker=".")
+        left.set(xlabel="training tokens, millions", ylabel="KL from the teacher, held out, nats a token")
+        right.plot(tokens, [point["agreement"] for point in curve], marker=".", color="tab:red")
+        right.set(xlabel="training tokens, millions", ylabel="same first choice, held out")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+
+
 def elimination(layers: Sequence[int], divergences: Sequence[float], path: Path) -> None:
     """How the laws drift from the target's as layers go."""
     with picture(path) as (axes,):

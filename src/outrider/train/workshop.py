@@ -7,7 +7,8 @@ the draft vocabulary, and the weights of the evaluation with the longest predict
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,7 @@ def distil(
     student = make_student(engine, plan, chosen, settings, out / "run")
     check_laws(engine, student, held[0])
     trainer = Trainer(student, settings, out / "run")
-    train(trainer, feed, held, every, patience, tell)
+    train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
     known = about(engine, data, **_facts(plan, settings, trainer, student, answered))
     save_student(engine, plan, student, out, known, _card(plan, known))
     known["measured_acceptance_length"] = measured_acceptance(engine, out, held)
@@ -185,22 +186,28 @@ def check_laws(engine: Engine, student: Student, example: Example) -> None:
 def train(
     trainer: Trainer,
     feed: Callable[[], list[Example]],
-    held: list[Example],
+    measure: Callable[[], dict[str, float]],
+    draw: Callable[[Sequence[Mapping[str, float]], Path], None],
     every: float,
     patience: int,
     tell: Tell,
 ) -> None:
-    """Run the loop, keep the best weights, draw the curve."""
+    """Run the loop, keep the best weights, draw the curve.
+
+    Args:
+        measure: evaluates the student.
+        draw: a picture of the curve.
+    """
     best = trainer.out / "best.safetensors"
 
     def evaluate() -> dict[str, float]:
-        found = predicted_acceptance(trainer.student, held)
-        if found["acceptance_length"] > max((p["acceptance_length"] for p in trainer.curve), default=0.0):
+        found = measure()
+        if trainer.gain(found) > max(map(trainer.gain, trainer.curve), default=-math.inf):
             save_atomically(dict(trainer.module.state_dict()), best)
         return found
 
     def show(done: int, total: int, what: str) -> None:
-        learning_curve(trainer.curve, trainer.out.parent / "learning_curve.png")
+        draw(trainer.curve, trainer.out.parent / "learning_curve.png")
         tell(done, total, what)
 
     tell(int(trainer.seconds), int(trainer.settings.minutes * 60), "seconds of training")

@@ -1,0 +1,179 @@
+"""From an attention model to the folder of a Gated DeltaNet language model: its layers are fitted to the teacher's in closed form
+(`linearize`), then distilled end to end on the teacher's own answers and laws.
+
+Steps go on where a killed run stopped; what they need for that lies in `OUT/run`.
+
+Shapes: B rows, T tokens, R written positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.models.files import save_atomically
+from outrider.train.batches import make_batch
+from outrider.train.card import about, model_card
+from outrider.train.data import read_answers
+from outrider.train.distil import DistilSettings, Trainer
+from outrider.train.features import Example, examples
+from outrider.train.kinds import Plan
+from outrider.train.linearize import check_teacher, equally_long, linearize
+from outrider.train.llama_student import LlamaStudent, save_transformer
+from outrider.train.plots import language_curve
+from outrider.train.students import Student
+from outrider.train.workshop import Tell, check_data, check_laws, claim, load_examples, plan_taps, silent, train
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+
+MEASURED = 16  # held-out answers on which closeness is measured
+ORIGIN = "origin.json"  # what is known of a model's making, beside it
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What to make.
+
+    Args:
+        layers: how many of the teacher's to keep; None is all.
+        tokens: about how many of the teacher's answers to fit on.
+        held_out: tasks, and FILE.jsonl, on whose held-out prompts closeness is measured.
+    """
+
+    layers: int | None = None
+    tokens: int = 32768
+    held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1024:
+            raise ValueError(f"{self.tokens} tokens are too few to fit layers on; give at least 1024, better 32k")
+
+
+class LanguageTrainer(Trainer):
+    """The loop for a whole language model, which begins near to where it should go."""
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """AdamW: of matrices this large, the orthogonal steps of Muon would cost as much as their gradients."""
+        trained = list(self.module.parameters())
+        return [torch.optim.AdamW(trained, lr=self.settings.rate, weight_decay=0.0, betas=(0.9, 0.95))]
+
+    def gain(self, point: dict[str, float]) -> float:
+        """Closeness of laws."""
+        return -point["kl"]
+
+
+def linear_lm(
+    engine: Engine,
+    data: Path,
+    out: Path,
+    plan: LinearPlan,
+    settings: DistilSettings | None,
+    *,
+    every: float = 120.0,
+    patience: int = 0,
+    tell: Tell = silent,
+) -> dict[str, Any]:
+    """Make the model, or go on making it; returns what is known about it.
+
+    Args:
+        settings: of the distillation; None leaves the model as fitted.
+
+    Raises:
+        ValueError: when teacher, data or folder do not fit, or training fails.
+    """
+    check_teacher(engine, plan.layers)
+    check_data(engine, data)
+    claim(out, asdict(plan), engine)
+    answers = [answer.ids for answer in read_answers(data)]
+    model, kept = linearize(engine, equally_long(answers, plan.tokens), plan.layers, out / "run", tell)
+    reads = Plan("llama", held_out=plan.held_out)
+    taps, (_, held) = plan_taps(engine, reads), load_examples(engine, data, reads, tell)
+    held = held[:: max(1, len(held) // MEASURED)][:MEASURED]
+    student = LlamaStudent(engine, model, torch.arange(model.config.vocab_size))
+    check_laws(engine, student, held[0])
+    facts: dict[str, Any] = {
+        "kind": "Gated DeltaNet language model, linearized",
+        "layers_of_the_teacher": kept,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fitted_on_tokens": plan.tokens,
+    }
+    if settings is None:
+        facts |= closeness(student, held)
+    else:
+        facts |= _distil(student, settings, data, out, taps, held, every, patience, tell)
+    known = about(engine, data, **facts)
+    model.requires_grad_(False).eval()
+    save_transformer(model, out, engine, known, _card(known), ORIGIN)
+    return known
+
+
+def _distil(
+    student: LlamaStudent,
+    settings: DistilSettings,
+    data: Path,
+    out: Path,
+    taps: tuple[int, ...],
+    held: list[Example],
+    every: float,
+    patience: int,
+    tell: Tell,
+) -> dict[str, Any]:
+    trainer, best = LanguageTrainer(student, settings, out / "run"), out / "run" / "best.safetensors"
+    if not trainer.curve:
+        start = closeness(student, held)
+        trainer.curve.append({"seconds": 0.0, "tokens": 0, "loss": start["kl"], **start})
+        save_atomically(dict(student.module.state_dict()), best)
+
+    def feed() -> list[Example]:
+        return examples(data, taps)
+
+    train(trainer, feed, lambda: closeness(student, held), language_curve, every, patience, tell)
+    reached = max(trainer.curve, key=trainer.gain)
+    return {
+        "distilled_on_tokens": trainer.tokens,
+        "minutes": trainer.seconds / 60,
+        "settings": asdict(settings),
+        "kl_as_fitted": trainer.curve[0]["kl"],
+        **{name: reached[name] for name in ("kl", "perplexity", "agreement")},
+    }
+
+
+@torch.no_grad()
+def closeness(student: Student, held: Sequence[Example]) -> dict[str, float]:
+    """How close a language model is to its teacher on held-out answers.
+
+    Args:
+        student: knows the whole vocabulary.
+
+    Returns:
+        "kl": KL(p || q), nats a token; "perplexity": of the teacher's answers; "agreement": share of positions with the same
+        first choice.
+    """
+    divergence = nll = same = count = 0.0
+    for example in held:
+        batch = make_batch([example])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out_RD = next(iter(student.outputs(batch, 1)))[batch.written_BT]
+        logp_RV, logq_RV = student.laws(batch)(slice(None)), student.logq(out_RD)
+        written_R = batch.ids_BT.roll(-1, 1)[batch.written_BT]
+        divergence += float((logp_RV.exp() * (logp_RV - logq_RV)).sum())
+        nll -= float(logq_RV.gather(-1, written_R[:, None]).sum())
+        same += float((logp_RV.argmax(-1) == logq_RV.argmax(-1)).sum())
+        count += len(written_R)
+    return {"kl": divergence / count, "perplexity": math.exp(nll / count), "agreement": same / count}
+
+
+def _card(known: dict[str, Any]) -> str:
+    text = (
+        "A Gated DeltaNet language model, without attention, made out of an attention model: layers fitted in closed form, then "
+        "distilled on the teacher's answers. Its layout is flash-linear-attention's. KL, perplexity and agreement are those "
+        "against its teacher, on answers to prompts that were never trained on."
+    )
+    use = 'It writes as any target does:\n\n    outrider generate "..." --target THIS_FOLDER --drafter ngram'
+    return model_card(f"A linear-attention model out of {known['target']}", text, use, known)

@@ -171,12 +171,17 @@ def _fit(
     tell: Tell,
 ) -> None:
     """Fit all layers that have no file yet."""
+    files = [run / f"layer-{place:03d}.safetensors" for place in range(len(kept))]
+    if all(path.exists() for path in files):
+        for block, path in zip(model.model.layers, files):
+            block.load_state_dict(load_file(path))
+        return
     teacher = _Teacher(engine, texts_NT)
     stream_NTD = _by_parts(model.model.embeddings, texts_NT)
     ends = [*kept[1:], engine.model.config.get_text_config().num_hidden_layers]
     for place, (index, end) in enumerate(zip(kept, ends)):
         tell(place, len(kept), "layers fitted")
-        block, path = model.model.layers[place], run / f"layer-{place:03d}.safetensors"
+        block, path = model.model.layers[place], files[place]
         assert isinstance(block, GatedDeltaBlock)
         mixed_NTD = teacher.advance(index, end)
         if path.exists():

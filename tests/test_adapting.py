@@ -5,6 +5,7 @@ Neither may show in the text, and the controller of shapes must not learn from t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from outrider.options import options_from
 from outrider.sampling import Sampler
 from outrider.tree import OFF, parse_shape
 
+ADAPTING = "chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "3x2x1@/4"
 TRUST = {2: 3, 3: 5, 4: 9}
 LOOPING = [5, 6, 7, 8] * 4
 
@@ -45,7 +47,7 @@ class Listening(Fixed):
         self.heard.append(done)
 
 
-@pytest.mark.parametrize("shape", ["chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "tree:0,0.0,1@0.3~3"])
+@pytest.mark.parametrize("shape", [*ADAPTING, "tree:0,0.0,1@0.3~3", "best12x4@0.02/6~5"])
 @pytest.mark.parametrize("key", sorted(OPTIONS))
 def test_the_text_stays_the_targets(shape: str, key: str) -> None:
     prompt = [*PROMPT, *LOOPING]
@@ -55,11 +57,46 @@ def test_the_text_stays_the_targets(shape: str, key: str) -> None:
     assert len(result.token_ids) == NEW
 
 
-@pytest.mark.parametrize("text", ["chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "off", "tree:0,0.0,1~15"])
+@pytest.mark.parametrize("text", [*ADAPTING, "off", "tree:0,0.0,1~15", "2x2@0.05/1.5~4"])
 def test_a_shapes_name_is_how_it_is_written(text: str) -> None:
     shape = parse_shape(text)
     assert shape.name == text and parse_shape(shape.name) == shape
     assert shape.adapting(0.0, 0).name == text.split("@")[0].split("~")[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["2x2@", "2x2@/", "2x2@/0", "2x2@/.5", "2x2@/0.5", "2x2@/-3", "2x2@0.1/", "2x2/20", "2x2@~5", "2x2@/nan"]
+)
+def test_what_is_no_ratio_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not understood|no branch"):
+        parse_shape(text)
+
+
+def sharpened(shape: str, factor: float) -> Any:
+    """What a small drafter whose logits are sharpened proposes: its tree, and the log probability of every path."""
+    sampler = Sampler(options_from({"max_new_tokens": 8}), 0, len(PROMPT), frozenset(), 48)
+    state: Any = lm("llama", 1).begin([PROMPT], [sampler], 32)
+    extend = state.state.extend
+    state.state.extend = lambda tokens, parents: extend(tokens, parents) * factor
+    (draft,) = state.propose([list(PROMPT)], [parse_shape(shape)])
+    return draft.tree, state.growths[0].scores
+
+
+@pytest.mark.parametrize("base", ["3x2x2x1", "best30x4"])
+def test_branches_far_below_the_best_of_their_level_end_and_the_best_goes_on(base: str) -> None:
+    whole, _ = sharpened(base, 4.0)
+    sizes = [len(whole)]
+    for ratio in (50, 3, 1):
+        tree, scores = sharpened(f"{base}@/{ratio}", 4.0)
+        assert max(tree.depths) == max(whole.depths), "the best path ends nowhere"
+        best = [
+            max(scores[n] for n, d in enumerate(tree.depths) if d == depth) for depth in range(max(tree.depths) + 1)
+        ]
+        for node in range(len(tree)):
+            if tree.children[node] or base.startswith("best"):
+                assert scores[node] >= best[tree.depths[node]] - math.log(ratio) - 1e-6
+        sizes.append(len(tree))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
 def test_cutting_cuts_lookups_too() -> None:

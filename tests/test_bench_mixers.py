@@ -15,7 +15,8 @@ from outrider.bench.mixers import _Scored, cases, run_mixers
 from outrider.cli import app
 from outrider.machine import machine_name
 from outrider.mixers.samples import Size
-from outrider.topology import WAYS, Entry, store
+from outrider.topology import Entry, store
+from outrider.ways import WAYS
 
 CPU = torch.device("cpu")
 SMALL = {"one": Size(2, 4, 8, 8), "two": Size(2, 2, 16, 8)}

@@ -82,6 +82,29 @@ def test_nodes_of_earlier_calls_are_known_beginnings() -> None:
     assert plan([[2, 4, 4, -1, 1]], 4, 5, CPU).known == [(0, 1), (0, 2)]
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["chains", "serial"])
+@pytest.mark.parametrize("parents", [*TREES, [2, 4, 4, -1, 1]])
+def test_lanes_step_every_node_once_from_its_parents_state(parents: list[int], together: bool) -> None:
+    start = 4 if parents[0] > 0 else 0
+    made = plan([parents, [-1]], start, len(parents), CPU, together)
+    bounds, steps = made.lanes.bounds_L2.tolist(), made.lanes.steps_X3.tolist()
+    assert sorted(node for node, _, _ in steps) == [*range(len(parents)), len(parents)]
+    kept = {slot: place for place, slot in made.slots.items() if place[1] < start}
+    for first, count in made.lanes.launches:
+        written = {}
+        for begin, end in bounds[first : first + count]:
+            behind, own = None, dict(kept)  # what a lane may load: states of earlier launches, and its own
+            for node, source, target in steps[begin:end]:
+                row, node = node // len(parents), node % len(parents) + start
+                behind = own[source] if source >= 0 else behind
+                assert behind == (row, [parents, [-1]][row][node - start])
+                behind = (row, node)
+                if target >= 0:
+                    own[target] = written[target] = behind
+        kept |= written
+    assert len(made.lanes.launches) == (len(made.waves) if together else 1)
+
+
 # -- gated delta rule --------------------------------------------------------------------------------------------------
 
 

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from families import tiny
 from helpers import target_of
-from outrider import topology, topology_report
+from outrider import topology_report
 from outrider.machine import machine_name
 from outrider.mixers import samples
 from outrider.mixers.rules import NAMES
 from outrider.mixers.samples import Size
 from outrider.models.factor_model import FactorTreeModel
 from outrider.topology import Entry, Switch, kind_of, load_table, measure, store, time_ways
+from outrider.ways import WAYS
 
 CPU = torch.device("cpu")
 SMALL, LARGE = Size(2, 4, 8, 8), Size(2, 4, 64, 64)
@@ -35,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def entry(rule: str, size: Size, fastest: dict[str, str], machine: str | None = None) -> Entry:
     """By number of nodes, the fastest way for all kinds of trees."""
-    ms = {nodes: {way: 1.0 if way == best else 2.0 for way in topology.WAYS} for nodes, best in fastest.items()}
+    ms = {nodes: {way: 1.0 if way == best else 2.0 for way in WAYS} for nodes, best in fastest.items()}
     return Entry(machine or machine_name(CPU), rule, size, dict.fromkeys(samples.TREES, ms))
 
 
@@ -99,6 +100,12 @@ def test_without_measurements_a_fixed_rule_decides() -> None:
     ) == ("masked")
 
 
+def test_a_way_that_was_measured_but_is_gone_is_not_chosen() -> None:
+    ms = {"8": {"triton masked": 0.5, "serial": 2.0, "chains": 1.0, "masked": 2.0}}
+    switch = Switch(CPU, [Entry(machine_name(CPU), "gated delta", SMALL, dict.fromkeys(samples.TREES, ms))])
+    assert switch("gated delta", nodes(8, 3), SMALL.numbers) == "chains"
+
+
 def test_measurements_are_kept_and_replaced(cache: Path) -> None:
     store([entry("gated delta", SMALL, {"8": "serial"}), entry("mamba-2", SMALL, {"8": "serial"})])
     store([entry("gated delta", SMALL, {"8": "masked"})])
@@ -116,7 +123,7 @@ def test_every_way_is_timed_for_every_rule(rule: str) -> None:
     assert set(made.ms) == set(samples.TREES)
     for by_nodes in made.ms.values():
         for ms in by_nodes.values():
-            assert set(ms) == set(topology.WAYS)
+            assert set(ms) == set(WAYS)
             assert all(0 < value < 1e3 for value in ms.values())
     assert set(time_ways(rule, SMALL, samples.bushy(4), CPU, ways=("masked",))) == {"masked"}
 
@@ -136,7 +143,7 @@ def test_a_model_scores_trees_in_the_way_that_the_table_names(family: str) -> No
     ((rule, size),) = target.recurrences()
     committed = target.begin([[1]]).cache.states.committed(0)
     assert {t.numel() for (kind, _, _), t in committed.items() if kind == "recurrent"} == {size.numbers}
-    for way in topology.WAYS:
+    for way in WAYS:
         store([entry(rule, size, {"8": way})])
         state = FactorTreeModel(tiny(family)).begin([[1, 2, 3]], 16)
         used = watched(state.cache.states.layers.values())

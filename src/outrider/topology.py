@@ -1,5 +1,7 @@
 """Which way scores a tree fastest on this machine: by recurrence, size of state, kind of tree, number of nodes.
 
+The ways are serial, in chains, and masked; on a GPU Triton twins of these stand beside them (`ways`).
+
 `outrider doctor --topology` measures all ways once and keeps the table in the cache folder. Models look their choices up there,
 in the entry of their recurrence whose state is nearest in size; where nothing was measured, a fixed rule decides.
 """
@@ -18,16 +20,14 @@ from typing import Any
 
 import torch
 
-from outrider.cache.factor_states import LayerStates
 from outrider.cache.nodes import Nodes
-from outrider.cache.pending import Pending
 from outrider.machine import machine_name
-from outrider.mixers import samples
+from outrider.mixers import samples, twins
 from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, SelectiveRule
 from outrider.mixers.samples import Size
 from outrider.paths import cache_dir, exclusive
+from outrider.ways import ScoredLayer, ways_of
 
-WAYS = ("serial", "chains", "masked")
 NODES = (2, 4, 8, 16, 32, 64)
 # Qwen3-Next, GatedDeltaNet 1.3B, Kimi Linear, Mamba-2 1.3B, Mamba 1.4B
 STANDARD = (
@@ -98,11 +98,11 @@ def static_way(rule: str, kind: str, nodes: int) -> str:
     return "masked"
 
 
-def measured_way(entry: Entry, kind: str, nodes: int) -> str:
-    """The fastest way among those measured for the nearest number of nodes."""
+def measured_way(entry: Entry, kind: str, nodes: int, ways: Sequence[str]) -> str:
+    """The fastest of these ways among those measured for the nearest number of nodes."""
     by_nodes = entry.ms[kind]
-    nearest = min(by_nodes, key=lambda known: abs(math.log(int(known) / nodes)))
-    return min(by_nodes[nearest], key=lambda way: by_nodes[nearest][way])
+    ms = by_nodes[min(by_nodes, key=lambda known: abs(math.log(int(known) / nodes)))]
+    return min((way for way in ways if way in ms), key=lambda way: ms[way])
 
 
 class Switch:
@@ -114,22 +114,26 @@ class Switch:
 
     def __init__(self, device: torch.device, entries: Iterable[Entry] | None = None) -> None:
         machine = machine_name(device)
+        self.device = device
         known = load_table() if entries is None else entries
         self.entries = [entry for entry in known if entry.machine == machine]
         self._way = lru_cache(maxsize=4096)(self._choose)
 
     def __call__(self, rule: str, nodes: Nodes, numbers: int) -> str:
         """The way to score these nodes under a rule whose state has so many numbers."""
-        if nodes.start:
-            # nodes behind pending nodes: to step them, the states of these would have to be rebuilt from factors first
-            return "chains" if rule == SelectiveRule.name else "masked"
-        return self._way(rule, kind_of(nodes.largest, nodes.depth), nodes.largest, numbers)
+        return self._way(rule, kind_of(nodes.largest, nodes.depth), nodes.largest, numbers, nodes.start > 0)
 
-    def _choose(self, rule: str, kind: str, nodes: int, numbers: int) -> str:
+    def _choose(self, rule: str, kind: str, nodes: int, numbers: int, behind: bool) -> str:
+        # nodes behind pending nodes: to step them, the states of these would have to be rebuilt from factors first
+        fixed = static_way(rule, kind, nodes) if not behind else "chains" if rule == SelectiveRule.name else "masked"
         fitting = [entry for entry in self.entries if entry.rule == rule]
-        if nodes <= 1 or not fitting:
-            return static_way(rule, kind, nodes)
-        return measured_way(min(fitting, key=lambda e: abs(math.log(e.size.numbers / numbers))), kind, nodes)
+        if not fitting:
+            return fixed
+        entry = min(fitting, key=lambda e: abs(math.log(e.size.numbers / numbers)))
+        ways = ways_of(rule, entry.size, self.device)
+        if behind or nodes <= 1:
+            ways = [way for way in ways if twins.form_of(way) == fixed]
+        return measured_way(entry, kind, nodes, ways)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -137,24 +141,23 @@ class Switch:
 
 @torch.inference_mode()
 def time_ways(
-    rule: str, size: Size, parents: Sequence[int], device: torch.device, ways: Sequence[str] = WAYS, repeat: int = 5
+    rule: str, size: Size, parents: Sequence[int], device: torch.device, ways: Sequence[str] = (), repeat: int = 5
 ) -> dict[str, float]:
     """Milliseconds in which each way scores one tree in one layer, the best of `repeat`, taken in turns.
 
     A way that is far behind after two turns gets no further ones.
+
+    Args:
+        ways: all that there are, if none are given.
     """
-    pending = Pending(1)
-    start, waves = pending.add([parents], len(parents))
-    nodes = Nodes(pending, [parents], start, waves, device)
-    x, layer = samples.INPUTS[rule](size, 1, len(parents), device), LayerStates()
-    layer.state_B, kind = samples.state(rule, size, 1, device), samples.rule_of(rule, size, device)
-    best = dict.fromkeys(ways, math.inf)
+    ways = ways or ways_of(rule, size, device)
+    scored, best = ScoredLayer(rule, size, parents, device), dict.fromkeys(ways, math.inf)
     for number in range(repeat + 1):
         for way in ways:
             if number > 2 and best[way] > 5 * min(best.values()):
                 continue
             began = time.perf_counter()
-            float(layer.recur(kind, x, nodes, len(parents), way).flatten()[0])  # a value waits for the device
+            float(scored.score(way).flatten()[0])  # a value waits for the device
             if number:  # the first time makes plans and buffers
                 best[way] = min(best[way], (time.perf_counter() - began) * 1e3)
     return best

@@ -7,6 +7,7 @@ A shape says how many children each node of a level gets. Nothing here knows a m
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,7 @@ class Shape:
         name: how users write it.
         least: a node that the drafter holds for less probable than this, its path included, gets no children, and of a
             best-first tree it is left out.
+        within: the same happens to a node whose path is so many times less probable than the best path of its level.
         reach: how deep a drafter that costs nothing may go where it is asked first, whatever the levels say.
     """
 
@@ -100,6 +102,16 @@ class Shape:
     budget: int = 0
     least: float = 0.0
     reach: int = 0
+    within: float = math.inf
+
+    @property
+    def ends(self) -> bool:
+        """Whether branches may end early."""
+        return self.least > 0.0 or self.within < math.inf
+
+    def floor(self, best: float) -> float:
+        """The log probability that a path needs to go on, where the best path of its level has `best`."""
+        return max(math.log(self.least) if self.least else -math.inf, best - math.log(self.within))
 
     @property
     def depth(self) -> int:
@@ -139,19 +151,22 @@ class Shape:
             return self
         return replace(self, levels=self.levels[: max(depth, 0)], reach=min(self.reach, max(depth, 0)))
 
-    def adapting(self, least: float, reach: int) -> Shape:
-        """The same shape with branches that end early and lookups that go far; written with `@least` and `~reach` behind it.
+    def adapting(self, least: float, reach: int, within: float = math.inf) -> Shape:
+        """The same shape with branches that end early and lookups that go far; written `@least/within~reach` behind it.
 
         Raises:
-            ValueError: for numbers that are no probability or no depth.
+            ValueError: for numbers that are no probability, no ratio or no depth.
         """
         if not 0.0 <= least < 1.0:
             raise ValueError(
                 f"a shape's branches cannot end at a probability of {least:g}; give a number from 0 to below 1, such as 0.05"
             )
+        if not within >= 1.0:
+            raise ValueError(f"no branch is within {within:g} times the best one; give a number from 1, such as 20")
         _count(reach)
-        name = re.split("[@~]", self.name)[0] + (f"@{least:g}" if least else "") + (f"~{reach}" if reach else "")
-        return replace(self, name=name, least=least, reach=reach)
+        ends = (f"{least:g}" if least else "") + (f"/{within:g}" if within < math.inf else "")
+        name = re.split("[@~]", self.name)[0] + (f"@{ends}" if ends else "") + (f"~{reach}" if reach else "")
+        return replace(self, name=name, least=least, reach=reach, within=within)
 
     @cached_property
     def lookup(self) -> Shape:
@@ -224,7 +239,8 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
     "off"; a chain as 5 or "chain5" or "5"; "3x2x2", "(3,2,2)" or (3, 2, 2); ragged paths as [[0], [0, 0], [1]] or
     "[[0],[0,0],[1]]", or by the name that such a shape gets, "tree:0,0.0,1"; "best16" or "best16x6" for a best-first tree of 16
     nodes (and depth 6). With "@0.05" behind any of these, branches end where the drafter holds their path for less than 5 %
-    probable; with "~15", drafters that cost nothing may go 15 deep in a cascade.
+    probable, with "@/20" where they hold it for 20 times less probable than the best path so deep, and with "@0.05/20" in either
+    case (SpecLA's tau is the log of such a ratio); with "~15", drafters that cost nothing may go 15 deep in a cascade.
 
     Raises:
         ValueError: when it is none of these.
@@ -256,10 +272,12 @@ def _count(number: int) -> int:
 
 def _parse_text(text: str) -> Shape:
     word = re.sub(r"\s", "", text.lower())
-    if match := re.fullmatch(r"([^@~]+)(?:@(\d?\.\d{1,6}))?(?:~(\d{1,6}))?", word):
-        word = match[1]
-    if match and (match[2] or match[3]):
-        return _parse_text(word).adapting(float(match[2] or 0), int(match[3] or 0))
+    if match := re.fullmatch(
+        r"([^@~]+)(?:@(?=[\d./])(\d?\.\d{1,6})?(?:/(\d{1,4}(?:\.\d\d?)?))?)?(?:~(\d{1,6}))?", word
+    ):
+        word, least, within, reach = match.groups()
+        if least or within or reach:
+            return _parse_text(word).adapting(float(least or 0), int(reach or 0), float(within or math.inf))
     if word in ("off", "", "()", "0"):
         return OFF
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):

@@ -20,13 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.bench.report import provenance
-from outrider.cache.factor_states import LayerStates
-from outrider.cache.nodes import Nodes
-from outrider.cache.pending import Pending
 from outrider.mixers import gated_delta, samples, short_conv
 from outrider.mixers.rules import DELTA
 from outrider.mixers.samples import Size
-from outrider.topology import WAYS, Switch
+from outrider.topology import Switch
+from outrider.ways import ScoredLayer, ways_of
 
 MIXERS = {"gated delta 1.3B": Size(8, 8, 256, 256), "qwen3-next": Size(16, 32, 128, 128)}
 WIDTH, TAPS = 2048, 4  # of both models
@@ -89,36 +87,26 @@ def run_mixers(
 # -- verification ------------------------------------------------------------------------------------------------------
 
 
-class _Scored:
+class _Scored(ScoredLayer):
     """One layer and one tree behind its committed state."""
 
     def __init__(self, size: Size, parents: Sequence[int], device: torch.device) -> None:
-        self.pending = Pending(1)
-        start, waves = self.pending.add([parents], len(parents))
-        self.nodes = Nodes(self.pending, [parents], start, waves, device)
-        self.x = samples.delta_inputs(size, 1, len(parents), device)
-        self.layer = LayerStates()
-        self.layer.state_B = samples.state(DELTA.name, size, 1, device)
-
-    def score(self, way: str) -> Tensor:
-        """Outputs [1, N, H, V]."""
-        return self.layer.recur(DELTA, self.x, self.nodes, self.nodes.new, way)
+        super().__init__(DELTA.name, size, parents, device)
 
     def replay(self) -> Tensor:
         """The same, every path on its own from the committed state."""
-        assert self.layer.state_B is not None
         out = torch.empty_like(self.x.v_BNHV)
         parents = self.nodes.parents[0]
         for leaf in sorted(set(range(len(parents))) - set(parents)):
-            state = self.layer.state_B.clone()
+            state = self.state_B.clone()
             for node in self.nodes.path(0, leaf).tolist():
                 out[:, node] = gated_delta.step(state, *(t[:, node] for t in self.x))[0]
         return out
 
 
 def _verify(size: Size, parents: Sequence[int], device: torch.device, switch: Switch, repeat: int) -> dict[str, Any]:
-    scored = _Scored(size, parents, device)
-    tasks: dict[str, Callable[[], Tensor]] = {way: _bound(scored.score, way) for way in WAYS}
+    scored, ways = _Scored(size, parents, device), ways_of(DELTA.name, size, device)
+    tasks: dict[str, Callable[[], Tensor]] = {way: _bound(scored.score, way) for way in ways}
     ms = best_of({**tasks, "replay": scored.replay}, repeat)
     chosen = switch(DELTA.name, scored.nodes, size.numbers)
     return {
@@ -127,8 +115,8 @@ def _verify(size: Size, parents: Sequence[int], device: torch.device, switch: Sw
         "ms": ms,
         "chosen": chosen,
         "speedup_over_replay": ms["replay"] / ms[chosen],
-        "best_over_replay": ms["replay"] / min(ms[way] for way in WAYS),
-        "chosen_over_best": ms[chosen] / min(ms[way] for way in WAYS),
+        "best_over_replay": ms["replay"] / min(ms[way] for way in ways),
+        "chosen_over_best": ms[chosen] / min(ms[way] for way in ways),
     }
 
 
@@ -200,12 +188,12 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
         for one in scored:
             one.layer.due = {0: path}
             one.layer.settle()
-        return _state(scored[-1])
+        return scored[-1].state_B
 
     def replay() -> Tensor:
         for one in scored:
             assert one.layer.inputs_BSC is not None
-            state = replayed.run(_state(one), one.layer.inputs_BSC[:, : one.layer.window].float())
+            state = replayed.run(one.state_B, one.layer.inputs_BSC[:, : one.layer.window].float())
         return state
 
     def immediate() -> Tensor:
@@ -222,7 +210,7 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
 
     tasks = {"factors": settle, "replay": replay, "immediate": immediate, "deferred": deferred}
     ms = best_of(tasks, repeat)
-    state, held = _state(scored[0]), scored[0].layer.inputs_BSC
+    state, held = scored[0].state_B, scored[0].layer.inputs_BSC
     assert held is not None
     window = held[0, : TAPS - 1]
     per_node, dense = scored[0].layer.node_bytes(), sum(t.numel() * t.element_size() for t in (state, window))
@@ -237,8 +225,3 @@ def _commit(size: Size, device: torch.device, layers: int, repeat: int) -> dict[
         "dense_bytes_per_node": dense,
         "snapshots_over_factors": dense / per_node,
     }
-
-
-def _state(scored: _Scored) -> Tensor:
-    assert scored.layer.state_B is not None
-    return scored.layer.state_B

@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.picture import picture
-from outrider.topology import WAYS
 
 
 def render(report: dict[str, Any], console: Console) -> None:
     """For people."""
-    table = Table("mixer", "tree", "nodes", "depth", *(f"{way} ms" for way in WAYS), "replay ms", "choice", "speed-up")
+    ways = list(report["verify"][0]["ms"])  # and the replay
+    table = Table("mixer", "tree", "nodes", "depth", *(f"{way} ms" for way in ways), "choice", "speed-up")
     for row in report["verify"]:
-        times = (f"{row['ms'][way]:.2f}" for way in (*WAYS, "replay"))
+        times = (f"{row['ms'][way]:.2f}" for way in ways)
         numbers = str(row["nodes"]), str(row["depth"]), *times
         table.add_row(row["mixer"], row["case"], *numbers, row["chosen"], f"{row['speedup_over_replay']:.2f}x")
     console.print(table)
@@ -45,12 +45,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
     with picture(path, len(mixers)) as panels:
         for panel, mixer in zip(panels, mixers):
             rows = [row for row in report["verify"] if row["mixer"] == mixer]
-            for number, way in enumerate(WAYS):
-                places = [at + 0.25 * number for at in range(len(rows))]
-                panel.bar(places, [row["ms"]["replay"] / row["ms"][way] for row in rows], width=0.25, label=way)
-            chosen = [at + 0.25 * WAYS.index(row["chosen"]) for at, row in enumerate(rows)]
+            ways = [way for way in rows[0]["ms"] if way != "replay"]
+            width = 0.75 / len(ways)
+            for number, way in enumerate(ways):
+                places = [at + width * number for at in range(len(rows))]
+                panel.bar(places, [row["ms"]["replay"] / row["ms"][way] for row in rows], width=width, label=way)
+            chosen = [at + width * ways.index(row["chosen"]) for at, row in enumerate(rows)]
             panel.plot(chosen, [row["speedup_over_replay"] for row in rows], "k*", label="choice")
             panel.axhline(1, color="grey", linewidth=0.8)
-            panel.set_xticks([at + 0.25 for at in range(len(rows))], [row["case"] for row in rows], fontsize=8)
+            panel.set_xticks(
+                [at + 0.375 - width / 2 for at in range(len(rows))], [row["case"] for row in rows], fontsize=8
+            )
             panel.set(title=f"{mixer}: {rows[0]['size']}", ylabel="speed-up over root-to-leaf replay")
         panels[0].legend()

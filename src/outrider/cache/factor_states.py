@@ -19,10 +19,12 @@ from torch import Tensor
 from outrider.cache.attention import keep_rows
 from outrider.cache.nodes import Nodes
 from outrider.cache.recurrent import StateKey, StateSpec
+from outrider.mixers import twins
 from outrider.mixers.rules import Rule
 
 Pick = Callable[[str, Nodes, int], str]
-"""The way to score these nodes under the rule of that name, with a state of so many numbers: "serial", "chains" or "masked"."""
+"""The way to score these nodes under the rule of that name, with a state of so many numbers: "serial", "chains", "masked", or a
+twin of one of these (`mixers.twins`)."""
 
 
 class LayerStates:
@@ -55,11 +57,12 @@ class LayerStates:
         assert self.state_B is not None
         self.rule = rule
         self._write(rule.given(x), nodes, capacity)
-        if way == "masked":
+        rule, form = twins.resolve(rule, way)
+        if form == "masked":
             known = {name: buffer[:, : nodes.end] for name, buffer in self.factors_BM.items()}
             out_BN, rest = rule.masked(self.state_B, x, known, nodes.seen_BMM)
         else:
-            plan = nodes.plan(together=way == "chains")
+            plan = nodes.plan(together=form == "chains")
             rebuilt = [self._after(row, nodes.path(row, node)) for row, node in plan.known]
             known_Y = torch.cat([self.state_B, torch.stack(rebuilt)]) if rebuilt else self.state_B
             out_BN, rest = rule.chains(known_Y, x, plan)

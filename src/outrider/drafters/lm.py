@@ -45,9 +45,10 @@ class _Growth:
             best = sorted(self.frontier, key=lambda n: -self.scores[n])[: max(1, shape.budget // 2)]
             self.wanted = {node: counts[0] for node in self.frontier if node in best}
         else:
-            floor = math.log(shape.least) if shape.least else -math.inf
-            pairs = zip(self.frontier, counts)
-            self.wanted = {node: count for node, count in pairs if count and self.scores.get(node, 0.0) >= floor}
+            scores = [self.scores.get(node, 0.0) for node in self.frontier]
+            floor = shape.floor(max(scores, default=0.0))
+            every = zip(self.frontier, counts, scores)
+            self.wanted = {node: count for node, count, score in every if count and score >= floor}
         return list(self.wanted)
 
 
@@ -171,19 +172,22 @@ class LMDraftState:
         position = len(growth.context) + growth.tree.depths[fed[0]]
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
-        logq_FC = scores_FC.log_softmax(-1) if shape.budget or shape.least else None
-        floor = math.log(shape.least) if shape.budget and shape.least else -math.inf
+        logq_FC = scores_FC.log_softmax(-1) if shape.budget or shape.ends else None
+        found: list[tuple[int, int, Law, float]] = []
         for place, node in enumerate(fed):
             for column, law in chosen[place]:
                 score = 0.0 if logq_FC is None else growth.scores[node] + float(logq_FC[place, column])
-                if score < floor:
-                    continue  # this branch ends here
-                child = growth.tree.add_once(node, column if ids_C is None else int(ids_C[column]))
-                growth.trials.setdefault(node, []).append(Trial(child, law))
-                if child not in growth.frontier:
-                    growth.frontier.append(child)
-                if logq_FC is not None:
-                    growth.scores[child] = score
+                found.append((node, column, law, score))
+        floor = shape.floor(max((score for *_, score in found), default=0.0)) if shape.budget else -math.inf
+        for node, column, law, score in found:
+            if score < floor:
+                continue  # this branch ends here
+            child = growth.tree.add_once(node, column if ids_C is None else int(ids_C[column]))
+            growth.trials.setdefault(node, []).append(Trial(child, law))
+            if child not in growth.frontier:
+                growth.frontier.append(child)
+            if logq_FC is not None:
+                growth.scores[child] = score
 
     def _scores(
         self, growth: _Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape

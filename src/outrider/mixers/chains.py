@@ -2,15 +2,19 @@
 
 A node's heavy child, the one with the largest subtree, goes on with its chain; every other child begins a new one. A chain is
 stepped with one state that stays in its place; only states from which further chains begin are set aside. All chains whose
-beginnings are known form a wave and are stepped together, or, in a serial plan, one after the other.
+beginnings are known form a wave and are stepped together, or, in a serial plan, one after the other. Kernels are given the same
+order as lanes: what one program steps, with a state that never leaves it.
 
-Shapes: B rows, N nodes of a call, X nodes in the order in which they are stepped, F nodes stepped at once, Y known states.
+Shapes: B rows, N nodes of a call, X nodes in the order in which they are stepped, F nodes stepped at once, Y known states,
+L lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,11 +61,22 @@ def heavy_light(parents: Sequence[int], start: int = 0) -> list[Chain]:
     return chains
 
 
-@dataclass
-class _Wave:
+class _Wave(NamedTuple):
     sources_F: Tensor  # slots of the states that its chains begin from, longest chain first
     going: list[int]  # chains that take each step
     aside: dict[int, tuple[Tensor, Tensor]]  # after these steps: places among the chains, and slots to put their states
+
+
+class Lanes(NamedTuple):
+    """An order for kernels. Lanes of one launch are independent of each other; launches follow one another."""
+
+    launches: list[tuple[int, int]]
+    """The first lane of each launch, and how many there are."""
+    bounds_L2: Tensor
+    """The first step of a lane, and the one behind its last."""
+    steps_X3: Tensor
+    """Of each step the node as row * N + node, the slot that its parent's state is loaded from, and the slot that its own goes
+    to; -1 for none."""
 
 
 @dataclass
@@ -70,21 +85,65 @@ class Plan:
 
     batch: int
     nodes: int
-    known: list[tuple[int, int]]
-    """Nodes of earlier calls, as (row, node), from which chains begin."""
-    order_X: Tensor
-    """Nodes as row * N + node, in the order in which they are stepped."""
-    slots: int
-    waves: list[_Wave] = field(repr=False)
+    start: int
+    """The pending index of the call's first node."""
+    device: torch.device
+    together: bool
+    waves: list[list[Chain]]
+    """Longest chain first."""
+    slots: dict[tuple[int, int], int]
+    """Where states are kept, by row and pending node: the committed one of each row (-1), those that are known, those that are
+    set aside."""
+
+    @property
+    def known(self) -> list[tuple[int, int]]:
+        """Nodes of earlier calls, as (row, node), from which chains begin."""
+        return [(row, node) for row, node in self.slots if 0 <= node < self.start]
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The order for kernels: a chain is a lane and a wave a launch; in a serial plan a row is a lane and all one launch."""
+        launches: list[tuple[int, int]] = []
+        bounds: list[tuple[int, int]] = []
+        steps: list[tuple[int, int, int]] = []
+        by_row = [[c for wave in self.waves for c in wave if c.row == row] for row in range(self.batch)]
+        together = [[[chain] for chain in wave] for wave in self.waves]
+        for launch in together if self.together else [by_row]:
+            launches.append((len(bounds), len(launch)))
+            for lane in launch:
+                first = len(steps)
+                steps += [step for chain in lane for step in self._steps(chain)]
+                bounds.append((first, len(steps)))
+        made = (torch.tensor(rows, dtype=torch.int32, device=self.device) for rows in (bounds, steps))
+        return Lanes(launches, *made)
+
+    def _steps(self, chain: Chain) -> Iterator[tuple[int, int, int]]:
+        load = self.slots[chain.row, chain.parent]
+        for node in chain.nodes:
+            yield chain.row * self.nodes + node, load, self.slots.get((chain.row, self.start + node), -1)
+            load = -1
+
+    @cached_property
+    def order_X(self) -> Tensor:
+        """Nodes as row * N + node, in the order in which they are stepped."""
+        order: list[int] = []
+        for wave in self.waves:
+            for at in range(len(wave[0].nodes)):
+                order += [chain.row * self.nodes + chain.nodes[at] for chain in wave if at < len(chain.nodes)]
+        return torch.tensor(order, device=self.device)
+
+    @cached_property
+    def _moves(self) -> list[_Wave]:
+        return [_wave(wave, self.slots, self.start, self.device) for wave in self.waves]
 
     def walk(self, known_Y: Tensor) -> Iterator[tuple[Tensor, slice]]:
         """Before each step, the states of the nodes' parents, to be changed in place into those of the nodes, and the nodes."""
         held = known_Y
-        if self.slots > len(known_Y):
-            held = known_Y.new_empty(self.slots, *known_Y.shape[1:])
+        if len(self.slots) > len(known_Y):
+            held = known_Y.new_empty(len(self.slots), *known_Y.shape[1:])
             held[: len(known_Y)] = known_Y
         at = 0
-        for wave in self.waves:
+        for wave in self._moves:
             state = held.index_select(0, wave.sources_F)
             for number, going in enumerate(wave.going):
                 yield state[:going], slice(at, at + going)
@@ -124,18 +183,13 @@ def plan(parents: Rows, start: int, nodes: int, device: torch.device, together: 
                 chain.wave = number
             chains.append(chain)
     slots = {(row, -1): row for row in range(len(parents))}
-    known = sorted({(c.row, c.parent) for c in chains if 0 <= c.parent < start})
-    for place in known:
+    for place in sorted({(c.row, c.parent) for c in chains if 0 <= c.parent < start}):
         slots[place] = len(slots)
     for chain in chains:
         slots.setdefault((chain.row, chain.parent), len(slots))
-    order: list[int] = []
-    waves = []
-    for number in range(max((chain.wave for chain in chains), default=-1) + 1):
-        wave = sorted((c for c in chains if c.wave == number), key=lambda c: -len(c.nodes))
-        waves.append(_wave(wave, slots, start, device))
-        order += [c.row * nodes + c.nodes[at] for at in range(len(wave[0].nodes)) for c in wave if at < len(c.nodes)]
-    return Plan(len(parents), nodes, known, torch.tensor(order, device=device), len(slots), waves)
+    count = max((chain.wave for chain in chains), default=-1) + 1
+    waves = [sorted((c for c in chains if c.wave == number), key=lambda c: -len(c.nodes)) for number in range(count)]
+    return Plan(len(parents), nodes, start, device, together, waves, slots)
 
 
 def _wave(chains: list[Chain], slots: dict[tuple[int, int], int], start: int, device: torch.device) -> _Wave:

@@ -45,10 +45,14 @@ class Rule(Protocol):
 
 
 class DeltaRule:
-    """The gated delta rule with states [H, K, V]; takes `gated_delta.Inputs`."""
+    """The gated delta rule with states [H, K, V]; takes `gated_delta.Inputs`.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Args:
+        maths: what computes it: `gated_delta`, or a twin of it.
+    """
+
+    def __init__(self, name: str, maths: Any = gated_delta) -> None:
+        self.name, self.maths = name, maths
 
     def given(self, x: gated_delta.Inputs) -> Factors:
         """See `Rule`."""
@@ -59,12 +63,12 @@ class DeltaRule:
     ) -> tuple[Tensor, Factors]:
         """See `Rule`."""
         held = linear.Factors(factors["k"], factors.get("u", x.v_BNHV), factors["g"])
-        o_BNHV, u_BNHV = gated_delta.masked(state_B, x, held, seen_BMM)
+        o_BNHV, u_BNHV = self.maths.masked(state_B, x, held, seen_BMM)
         return o_BNHV, {"u": u_BNHV}
 
     def chains(self, known_Y: Tensor, x: gated_delta.Inputs, plan: Plan) -> tuple[Tensor, Factors]:
         """See `Rule`."""
-        o_BNHV, u_BNHV = gated_delta.chains(known_Y, x, plan)
+        o_BNHV, u_BNHV = self.maths.chains(known_Y, x, plan)
         return o_BNHV, {"u": u_BNHV}
 
     def after(self, state: Tensor, factors: Factors) -> Tensor:

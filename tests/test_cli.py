@@ -141,7 +141,7 @@ def test_bench_peers_goes_on_without_peers(folder: Path, tmp_path: Path) -> None
     more = ("--tasks", prompts, "--dtype", "fp32", "--max-new-tokens", 8, "--methods", "plain,vllm", "--out", tmp_path)
     code, out, err = run("bench", "peers", tmp_path, "--target", folder, *more)
     assert code == 0, err
-    assert "vllm was left out. There is no" in out
+    assert "Left out: vllm. There is no" in out
     assert (tmp_path / "peers.png").exists() and json.loads((tmp_path / "peers.json").read_text())["left_out"]
 
 

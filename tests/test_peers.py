@@ -156,6 +156,12 @@ def test_nothing_left_to_measure_is_an_error(engine: FakeEngine, peer: Peer, tmp
         run_against_peers(engine, "fake", prompts(1), ["fake-garbage"], tmp_path / "envs", 2, peers=[peer])
 
 
+@pytest.mark.parametrize(("names", "why"), [(["vllm2"], "Peers are vllm, "), (["vllm", "vllm"], "more than once")])
+def test_wrong_names_are_refused(engine: FakeEngine, tmp_path: Path, names: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        run_against_peers(engine, "fake", prompts(1), names, tmp_path, 2)
+
+
 def test_a_peer_that_hangs_is_ended_in_time(started: Any) -> None:
     process, start = started("hang", answer_seconds=0.3), time.monotonic()
     with pytest.raises(MethodFailed, match="did not answer within"):
@@ -275,7 +281,7 @@ def test_decoding_is_told_from_prefill() -> None:
 def test_people_see_every_method_and_what_was_left_out(engine: FakeEngine, peer: Peer, tmp_path: Path) -> None:
     report, out = measure(engine, peer, tmp_path, "good", "garbage"), io.StringIO()
     peers_report.render(report, Console(file=out, width=200))
-    assert "fake-good" in out.getvalue() and "fake-garbage was left out." in out.getvalue()
+    assert "fake-good" in out.getvalue() and "Left out: fake-garbage." in out.getvalue()
     peers_report.plot(report, tmp_path / "new" / "peers.png")
     assert (tmp_path / "new" / "peers.png").stat().st_size > 1000
 

@@ -19,7 +19,15 @@ import torch
 
 from outrider.bench.peer_process import PeerProcess
 from outrider.bench.report import SpeedReport
-from outrider.bench.runner import Method, MethodFailed, Progress, methods_from_names, run_speed, with_first_token
+from outrider.bench.runner import (
+    Method,
+    MethodFailed,
+    Progress,
+    methods_from_names,
+    refuse_repeated,
+    run_speed,
+    with_first_token,
+)
 from outrider.bench.tasks import Prompt
 from outrider.models.catalog import ALIASES
 from outrider.models.convert import assemble_gguf
@@ -95,9 +103,17 @@ def run_against_peers(
         names: methods, as in `methods_from_names`, and names of configurations of `peers`.
         folder: holds an environment for each peer, under its name. What is not there is left out, and so is a peer that
             fails; the report says why.
+
+    Raises:
+        ValueError: for unknown and repeated names, and when nothing at all could be measured.
     """
+    refuse_repeated(names)
     theirs = {name: peer for peer in peers for name in peer.configurations if name in names}
-    own = methods_from_names(engine, [name for name in names if name not in theirs])
+    try:
+        own = methods_from_names(engine, [name for name in names if name not in theirs])
+    except ValueError as error:
+        known = ", ".join(name for peer in peers for name in peer.configurations)
+        raise ValueError(f"{error} Peers are {known}.") from error
     longest = max((len(prompt.encode(engine)) for prompt in prompts), default=0) + max_new_tokens
     settings = {
         "model": engine.model.name_or_path,

@@ -42,8 +42,9 @@ def render(report: SpeedReport, console: Console) -> None:
     for method in report.methods:
         for d in method.differences:
             console.print(f"{method.method}: {d.prompt} differs at token {d.position}: {describe(d)}", markup=False)
-    for name, why in report.left_out.items():
-        console.print(f"{name} was left out. {why}", markup=False, soft_wrap=True)
+    for why in dict.fromkeys(report.left_out.values()):
+        names = ", ".join(name for name, reason in report.left_out.items() if reason == why)
+        console.print(f"Left out: {names}. {why}", markup=False, soft_wrap=True)
 
 
 def ranked(report: SpeedReport) -> list[MethodReport]:

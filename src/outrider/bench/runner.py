@@ -65,12 +65,12 @@ def methods_from_names(
 ) -> list[Method]:
     """Methods that run on `engine`. Raises `ValueError` for unknown and repeated names."""
     methods = [_method(engine, name, temperature, seed, clock) for name in names]
-    _refuse_repeated(methods)
+    refuse_repeated([method.name for method in methods])
     return methods
 
 
-def _refuse_repeated(methods: Sequence[Method]) -> None:
-    names = [method.name for method in methods]
+def refuse_repeated(names: Sequence[str]) -> None:
+    """`ValueError` when a method is named twice."""
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"Method {min(repeated)!r} is named more than once, so results would mix: name each one once.")
 
@@ -168,7 +168,7 @@ def run_speed(
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}, which is no number of prompts: give 0 or more.")
     chosen = [_method(engine, m, temperature, seed, clock) if isinstance(m, str) else m for m in methods]
-    _refuse_repeated(chosen)
+    refuse_repeated([method.name for method in chosen])
     encoded = [prompt.encode(engine) for prompt in prompts]
     left_out: dict[str, str] = {}
     for ids in encoded[:warmup]:

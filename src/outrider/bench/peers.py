@@ -151,20 +151,21 @@ def _running(
     """Loaded processes by name of the method; they end with the block."""
     processes: dict[str, PeerProcess] = {}
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".peers-", dir=cache_dir())))
-        for done, (name, peer) in enumerate(theirs.items()):
-            if progress:
-                progress(done, len(theirs), f"loading {name}")
-            try:
-                python = _python(folder, peer)
-                asked = settings | {"configuration": peer.configurations[name]}
-                if wanted := peer.weights.get(name):
-                    asked["gguf"] = str(_gguf(target, wanted, scratch))
-                processes[name] = PeerProcess(name, [str(python), str(peer.worker)], asked)
-            except MethodFailed as failure:
-                left_out[name] = str(failure)
-            else:
-                stack.callback(processes[name].close)
+        # What was loaded stays mapped, so the files need not outlive the loading.
+        with tempfile.TemporaryDirectory(prefix=".peers-", dir=cache_dir()) as scratch:
+            for done, (name, peer) in enumerate(theirs.items()):
+                if progress:
+                    progress(done, len(theirs), f"loading {name}")
+                try:
+                    python = _python(folder, peer)
+                    asked = settings | {"configuration": peer.configurations[name]}
+                    if wanted := peer.weights.get(name):
+                        asked["gguf"] = str(_gguf(target, wanted, Path(scratch)))
+                    processes[name] = PeerProcess(name, [str(python), str(peer.worker)], asked)
+                except MethodFailed as failure:
+                    left_out[name] = str(failure)
+                else:
+                    stack.callback(processes[name].close)
         yield processes
 
 

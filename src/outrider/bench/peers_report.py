@@ -24,7 +24,7 @@ def render(report: SpeedReport, console: Console) -> None:
     table = Table(title=title)
     columns = ("method", "tokens/s", "median", "after the first", f"{ours.method} over it", "tokens a pass", "text")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("method", "text") else "right")
+        table.add_column(name, justify="left" if name in ("method", "text") else "right", no_wrap=name == "method")
     for method in ranked(report):
         totals = method.totals()
         ratio = ours.totals().tokens_per_second / totals.tokens_per_second

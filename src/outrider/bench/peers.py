@@ -31,7 +31,6 @@ from outrider.bench.runner import (
 from outrider.bench.tasks import Prompt
 from outrider.models.catalog import ALIASES
 from outrider.models.convert import assemble_gguf
-from outrider.paths import cache_dir
 
 WORKERS = Path(__file__).parent / "peer_workers"
 SMALLEST_CONTEXT = 1024  # tokens; lengths are rounded up to powers of two, since vLLM compiles for each length anew
@@ -152,7 +151,7 @@ def _running(
     processes: dict[str, PeerProcess] = {}
     with ExitStack() as stack:
         # What was loaded stays mapped, so the files need not outlive the loading.
-        with tempfile.TemporaryDirectory(prefix=".peers-", dir=cache_dir()) as scratch:
+        with tempfile.TemporaryDirectory(prefix="outrider-peers-") as scratch:
             for done, (name, peer) in enumerate(theirs.items()):
                 if progress:
                     progress(done, len(theirs), f"loading {name}")

@@ -189,8 +189,9 @@ def test_sampled_text_of_transformers_is_not_compared(llama: SimpleNamespace) ->
 def test_json_has_the_documented_keys_and_can_be_written() -> None:
     report = run_speed(FakeEngine(), [*prompts(2), *prompts(1, "other")], ["plain", "auto"], 4)
     plain = json.loads(json.dumps(to_json(report, limit=2)))
-    assert set(plain) == {"methods", "provenance"}
-    keys = "method tokens_per_second acceptance_length acceptance_rate equal_text tokens seconds speedup_over_plain"
+    assert set(plain) == {"methods", "left_out", "provenance"}
+    keys = "method tokens_per_second median_tokens_per_second decoding_tokens_per_second acceptance_length"
+    keys += " acceptance_rate equal_text tokens seconds speedup_over_plain"
     assert set(plain["methods"][0]) == {*keys.split(), "per_task", "differences"}
     assert set(plain["methods"][0]["per_task"]) == {"t", "other"}
     keys = "command date versions cpu cores threads capabilities git_commit target drafter dtype tasks limit"

@@ -135,6 +135,16 @@ def test_bench_speed_reports_methods_and_provenance(folder: Path, tmp_path: Path
     assert all(m["equal_text"] for m in got["methods"]) and got["provenance"]
 
 
+def test_bench_peers_goes_on_without_peers(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abcabcabc"}))
+    more = ("--tasks", prompts, "--dtype", "fp32", "--max-new-tokens", 8, "--methods", "plain,vllm", "--out", tmp_path)
+    code, out, err = run("bench", "peers", tmp_path, "--target", folder, *more)
+    assert code == 0, err
+    assert "Left out: vllm. There is no" in out
+    assert (tmp_path / "peers.png").exists() and json.loads((tmp_path / "peers.json").read_text())["left_out"]
+
+
 def test_doctor_says_how_trees_are_scored(folder: Path) -> None:
     code, out, err = run("doctor", "--target", folder, "--dtype", "fp32", "--json")
     assert code == 0, err

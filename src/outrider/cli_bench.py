@@ -1,4 +1,4 @@
-"""Commands that measure and prove: `certify`, and `bench speed`, `round`, `mixers`, `context`."""
+"""Commands that measure and prove: `certify`, and `bench speed`, `peers`, `round`, `mixers`, `context`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from outrider.cli_options import (
     write_json,
 )
 
+OWN_METHODS = ("transformers", "transformers-lookup", "plain", "auto")
+
 
 def register(app: typer.Typer, bench: typer.Typer) -> None:
     """Add the commands."""
     app.command()(certify)
     bench.command()(speed)
+    bench.command()(peers)
     bench.command("round")(round_)
     bench.command()(mixers)
     bench.command()(context)
@@ -91,7 +94,7 @@ def speed(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     methods: Annotated[
         str, typer.Option(help="transformers, transformers-lookup, plain, auto and shapes like chain5 or 3x2x2.")
-    ] = "transformers,transformers-lookup,plain,auto",
+    ] = ",".join(OWN_METHODS),
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
     ] = False,
@@ -128,6 +131,55 @@ def speed(
         )
     if json:
         print_json(to_json(report, limit=limit))
+    else:
+        render(report, Console())
+
+
+def peers(
+    folder: Annotated[
+        Path, typer.Argument(help="Holds a virtual environment for each peer: vllm, economize, flashspec, xllamacpp.")
+    ],
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    methods: Annotated[
+        str | None, typer.Option(help="As of `bench speed`, and vllm-ngram and the like. Default: all.")
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
+    ] = False,
+    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    dtype: DType = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare with other libraries, greedy, on the CPU, all in one run; docs/peers.md tells how to install them."""
+    from outrider.bench.peers import PEERS, run_against_peers
+    from outrider.bench.peers_report import plot, render
+    from outrider.bench.report import to_json
+    from outrider.bench.runner import parse_methods
+    from outrider.bench.tasks import load_tasks
+    from outrider.progress import progress
+    from outrider.train.evaluate import held_out_prompts
+
+    everything = [*OWN_METHODS, *(name for peer in PEERS for name in peer.configurations)]
+    chosen = everything if methods is None else parse_methods(methods)
+    prompts = held_out_prompts(tasks, limit) if held_out else load_tasks(tasks, limit)
+    engine = load_pair(target, drafter, dtype, "cpu", threads, trust_remote_code)
+    with progress("bench peers", quiet=json) as tell:
+        report = run_against_peers(
+            engine, target, prompts, chosen, folder, max_new_tokens, repeat=repeat, progress=tell
+        )
+    found = to_json(report, limit=limit)
+    if out is not None:
+        write_json(found, out / "peers.json")
+        plot(report, out / "peers.png")
+    if json:
+        print_json(found)
     else:
         render(report, Console())
 

@@ -31,11 +31,15 @@ Spread = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt continued by one method. `stats` are the engine's own, None for a method that has none."""
+    """One prompt continued by one method.
+
+    `first_token_seconds` is what the same prompt took when one token was asked for, where that was measured. `stats`
+    are the engine's own, None for a method that has none.
+    """
 
     token_ids: list[int]
     seconds: float
-    prefill_seconds: float | None = None
+    first_token_seconds: float | None = None
     stats: Any = None
 
 
@@ -77,6 +81,18 @@ class Totals:
     def tokens_per_second(self) -> float:
         """All tokens over all seconds."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def median_tokens_per_second(self) -> float:
+        """Half of the runs were at least this fast."""
+        return statistics.median(len(run.token_ids) / run.seconds if run.seconds > 0 else 0.0 for run in self.runs)
+
+    @property
+    def decoding_tokens_per_second(self) -> float | None:
+        """Tokens after the first one over the seconds after it; None where the first one was not timed."""
+        timed = [run for run in self.runs if run.first_token_seconds is not None]
+        seconds = sum(run.seconds - (run.first_token_seconds or 0.0) for run in timed)
+        return sum(len(run.token_ids) - 1 for run in timed) / seconds if seconds > 0 else None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -135,10 +151,11 @@ class MethodReport:
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """All methods of one measurement, and the settings that they shared."""
+    """All methods of one measurement, the settings that they shared, and why others were left out."""
 
     methods: list[MethodReport]
     settings: dict[str, Any]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def speedup(self, method: MethodReport, task: str | None = None) -> float | None:
         """Tokens per second over those of `plain`; None when plain was not run."""
@@ -157,6 +174,7 @@ def to_json(report: SpeedReport, *, limit: int | None = None) -> dict[str, Any]:
     """The report as plain data. `limit` is the number of prompts per task that was asked for; None means all."""
     return {
         "methods": [_method_json(report, method) for method in report.methods],
+        "left_out": report.left_out,
         "provenance": provenance() | report.settings | {"limit": limit},
     }
 
@@ -173,7 +191,8 @@ def _method_json(report: SpeedReport, method: MethodReport) -> dict[str, Any]:
 
 def _totals_json(report: SpeedReport, method: MethodReport, task: str | None) -> dict[str, Any]:
     totals = method.totals(task)
-    names = ("tokens_per_second", "acceptance_length", "acceptance_rate", "tokens", "seconds")
+    speeds = ("tokens_per_second", "median_tokens_per_second", "decoding_tokens_per_second")
+    names = (*speeds, "acceptance_length", "acceptance_rate", "tokens", "seconds")
     return {name: getattr(totals, name) for name in names} | {"speedup_over_plain": report.speedup(method, task)}
 
 
@@ -271,11 +290,12 @@ def _row(report: SpeedReport, method: MethodReport, task: str | None) -> list[st
         _number(totals.acceptance_length),
         "/".join(_number(value) for value in method.acceptance_spread(task) or ()) or "-",
         _number(totals.acceptance_rate),
-        "" if task else _verdict(method),
+        "" if task else verdict(method),
     ]
 
 
-def _verdict(method: MethodReport) -> str:
+def verdict(method: MethodReport) -> str:
+    """Whether a method's texts were those of plain decoding, in a few words."""
     if method.equal_text is None or method.equal_text:
         return "equal" if method.equal_text else "not compared"
     ties = sum(difference.tie for difference in method.differences)

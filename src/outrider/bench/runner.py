@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ Continue = Callable[[list[int], int], Run]
 TIE_ULPS = {torch.bfloat16: 4.0, torch.float16: 4.0, torch.float32: 32.0, torch.float64: 32.0}
 
 
+class MethodFailed(ValueError):
+    """A method cannot go on. A measurement leaves it out, says why, and goes on with the others."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to continue a prompt. `comparable` says that its text must equal that of the other comparable methods."""
@@ -39,6 +43,16 @@ class Method:
     name: str
     run: Continue
     comparable: bool = True
+
+
+def with_first_token(method: Method) -> Method:
+    """The same method, which before each run is asked for the first token alone, so that decoding has its own speed."""
+
+    def run(prompt_ids: list[int], max_new_tokens: int) -> Run:
+        first = method.run(prompt_ids, 1)
+        return replace(method.run(prompt_ids, max_new_tokens), first_token_seconds=first.seconds)
+
+    return replace(method, run=run)
 
 
 def parse_methods(names: str) -> list[str]:
@@ -51,12 +65,12 @@ def methods_from_names(
 ) -> list[Method]:
     """Methods that run on `engine`. Raises `ValueError` for unknown and repeated names."""
     methods = [_method(engine, name, temperature, seed, clock) for name in names]
-    _refuse_repeated(methods)
+    refuse_repeated([method.name for method in methods])
     return methods
 
 
-def _refuse_repeated(methods: Sequence[Method]) -> None:
-    names = [method.name for method in methods]
+def refuse_repeated(names: Sequence[str]) -> None:
+    """`ValueError` when a method is named twice."""
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"Method {min(repeated)!r} is named more than once, so results would mix: name each one once.")
 
@@ -82,7 +96,7 @@ def _engine_run(engine: Any, shape: str, temperature: float, seed: int, clock: C
             prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, shape=shape
         )
         seconds = clock() - start
-        return Run(list(result.token_ids), seconds, result.stats.seconds.get("prefill"), result.stats)
+        return Run(list(result.token_ids), seconds, stats=result.stats)
 
     return run
 
@@ -145,7 +159,8 @@ def run_speed(
     """Runs every method on every prompt, `repeat` times.
 
     Names become methods of this temperature, seed and clock; a `Method` carries its own. Each method first runs the
-    first `warmup` prompts uncounted. Raises `ValueError` when there is nothing to measure.
+    first `warmup` prompts uncounted. One that raises `MethodFailed` is left out. Raises `ValueError` when there is
+    nothing to measure.
     """
     for what, count in (("prompt", len(prompts)), ("method", len(methods)), ("repeat", repeat)):
         if count < 1:
@@ -153,17 +168,21 @@ def run_speed(
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}, which is no number of prompts: give 0 or more.")
     chosen = [_method(engine, m, temperature, seed, clock) if isinstance(m, str) else m for m in methods]
-    _refuse_repeated(chosen)
+    refuse_repeated([method.name for method in chosen])
     encoded = [prompt.encode(engine) for prompt in prompts]
+    left_out: dict[str, str] = {}
     for ids in encoded[:warmup]:
         for method in chosen:
-            method.run(ids, max_new_tokens)
-    runs = _alternate(chosen, encoded, max_new_tokens, repeat, progress)
+            _try(method, ids, max_new_tokens, left_out)
+    runs = _alternate(chosen, encoded, max_new_tokens, repeat, left_out, progress)
+    chosen = [method for method in chosen if method.name not in left_out]
+    if not chosen:
+        raise ValueError(f"No method could be measured; {next(iter(left_out.values()))}")
     sampling = {"temperature": temperature, "seed": seed}
     reports = _compare_methods(engine, chosen, prompts, encoded, runs, sampling)
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     counts = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeat": repeat, "warmup": warmup}
-    return SpeedReport(reports, {**engine_facts(engine), "tasks": tasks, **counts, **sampling})
+    return SpeedReport(reports, {**engine_facts(engine), "tasks": tasks, **counts, **sampling}, left_out)
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
@@ -177,17 +196,34 @@ def engine_facts(engine: Any) -> dict[str, Any]:
     }
 
 
+def _try(method: Method, ids: list[int], max_new_tokens: int, left_out: dict[str, str]) -> Run | None:
+    """A run of a method that has not failed; a failure goes to `left_out`."""
+    if method.name in left_out:
+        return None
+    try:
+        return method.run(ids, max_new_tokens)
+    except MethodFailed as failure:
+        left_out[method.name] = str(failure)
+        return None
+
+
 def _alternate(
-    methods: list[Method], encoded: list[list[int]], max_new_tokens: int, repeat: int, progress: Progress | None
+    methods: list[Method],
+    encoded: list[list[int]],
+    max_new_tokens: int,
+    repeat: int,
+    left_out: dict[str, str],
+    progress: Progress | None,
 ) -> dict[str, list[list[Run]]]:
-    """Runs by method name, repeat and prompt."""
+    """Runs by method name, repeat and prompt; those of a method that failed are not complete."""
     runs: dict[str, list[list[Run]]] = {method.name: [[] for _ in range(repeat)] for method in methods}
     done, total = 0, repeat * len(encoded) * len(methods)
     for r in range(repeat):
         for i, ids in enumerate(encoded):
             first = (r + i) % len(methods)
             for method in methods[first:] + methods[:first]:
-                runs[method.name][r].append(method.run(ids, max_new_tokens))
+                if run := _try(method, ids, max_new_tokens, left_out):
+                    runs[method.name][r].append(run)
                 done += 1
                 if progress:
                     progress(done, total, method.name)

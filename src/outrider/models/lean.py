@@ -25,6 +25,7 @@ from outrider.models.path_attention import path_ordered
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import PREFILL_CHUNK, CachedTreeModel, Unsupported
 
+split = torch.split_with_sizes  # what `Tensor.split` comes to, without its Python
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 
@@ -55,7 +56,8 @@ class Block:
         self.mixed, self.down = Product(attention.o_proj), Product(mlp.down_proj)
         self.gate_up = Product(mlp.gate_proj, mlp.up_proj)
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.ffn = mlp.down_proj.in_features
+        self.halves = [mlp.down_proj.in_features] * 2
+        self.rotated, self.kinds = [self.heads + self.groups, self.groups], [self.heads, self.groups]
         self.before_mixer = Norm(layer.input_layernorm, offset)
         self.qk_norms = [Norm(getattr(attention, n), offset) for n in ("q_norm", "k_norm") if hasattr(attention, n)]
         gemma = hasattr(layer, "pre_feedforward_layernorm")
@@ -68,21 +70,20 @@ class Block:
     ) -> Tensor:
         mixed = self._mix(self.before_mixer(x_BND), rope, attend, cache, index)
         x_BND = x_BND + (self.after_mixer(mixed) if self.after_mixer else mixed)
-        gate, up = self.gate_up(self.before_ffn(x_BND)).split(self.ffn, dim=-1)
+        gate, up = split(self.gate_up(self.before_ffn(x_BND)), self.halves, -1)
         out = self.down(self.act(gate) * up)
         return x_BND + (self.after_ffn(out) if self.after_ffn else out)
 
     def _mix(self, x_BND: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, cache: TreeCache, index: int) -> Tensor:
         batch, new, _ = x_BND.shape
-        both = self.heads + self.groups
-        qkv = self.qkv(x_BND).view(batch, new, both + self.groups, self.size)
-        qk, v = qkv.split([both, self.groups], dim=2)
+        qkv = self.qkv(x_BND).view(batch, new, self.heads + 2 * self.groups, self.size)
+        qk, v = split(qkv, self.rotated, 2)
         if self.qk_norms:
-            q, k = qk.split([self.heads, self.groups], dim=2)
+            q, k = split(qk, self.kinds, 2)
             qk = torch.cat([self.qk_norms[0](q), self.qk_norms[1](k)], dim=2)
         cos, sin = rope
         qk = torch.addcmul(qk * cos, qk.roll(self.size // 2, -1), sin)
-        q, k = qk.split([self.heads, self.groups], dim=2)
+        q, k = split(qk, self.kinds, 2)
         keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
         return self.mixed(attend(q, keys, values, self.scale).reshape(batch, new, self.heads * self.size))
 

@@ -33,7 +33,7 @@ from outrider.models.taps import tapping
 PREFILL_CHUNK = 1024
 NODES = 32  # that buffers of recurrent states hold before they grow
 # Rare node counts cost: oneDNN builds a kernel for every new number of rows. A few sizes are enough.
-NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+NODE_BUCKETS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Unsupported(Exception):
@@ -204,11 +204,12 @@ class CachedTreeState:
 def bucket(count: int, dtype: torch.dtype, batch: int = 1) -> int:
     """The next node count that calls are padded to.
 
-    In half precision a lone node becomes two: a single row goes through a vector kernel whose sums differ in the last bit from
-    those of the matrix kernel, and plain decoding should have the very bits of speculative decoding.
+    In half precision a lone node becomes four: a single row goes through a vector kernel whose sums differ in the last bit from
+    those of the matrix kernel, and plain decoding should have the very bits of speculative decoding; attention wants its rows by
+    fours, and more rows of a product cost nothing.
     """
     if batch == 1 and dtype in (torch.bfloat16, torch.float16):
-        count = max(count, 2)
+        count = max(count, 4)
     return next((size for size in NODE_BUCKETS if size >= count), (count + 63) // 64 * 64)
 
 

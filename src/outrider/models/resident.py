@@ -78,8 +78,8 @@ def _drop(first: int, last: int) -> int:
 def return_what_is_freed() -> None:
     """From now on, blocks of this process that are freed go back to the system at once.
 
-    glibc keeps blocks of up to 32 MB for the next one of their size; where lasting ones lie between them, as caches do between the
-    layers of a model, each may leave a hole that nothing fits into.
+    glibc keeps blocks of up to 32 MB for the next one of their size; where lasting ones lie between them, as caches do between
+    the layers of a model, each may leave a hole that nothing fits into.
     """
     with suppress(OSError, AttributeError):  # other C libraries have no such choice
         ctypes.CDLL(None).mallopt(-3, LARGE_BLOCK)  # M_MMAP_THRESHOLD

@@ -17,9 +17,12 @@ import outrider
 from families import tiny
 from helpers import PROMPT
 from outrider.api import Engine
+from outrider.bench.offload import Offloaded, cached
 from outrider.models.budget import Layer, parse_bytes, split
 from outrider.models.loading import load_model
 from outrider.models.streaming import streamed_parts, streaming
+from toy import byte_tokenizer
+from workshop_fixtures import succeed
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux are files read by layers")
 LEAN = ("llama", "mistral", "qwen3", "gemma3")
@@ -231,6 +234,54 @@ def test_a_model_larger_than_its_budget_keeps_to_it_and_reads_the_disk(folders: 
     assert small["text"] == whole["text"]
     if small["read"]:  # else the folder is in memory, or the kernel does not count
         assert small["read"] > 0.9 * small["passes"] * small["facts"]["disk_bytes_per_pass"]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder with a model of eight small layers, and a budget of a few of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path, tokenizer = tmp_path_factory.mktemp("deep"), byte_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=8, **sizes, bos_token_id=1, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    whole = streaming(load_model(path, dtype="fp32", memory_budget="1GB").model)
+    assert whole is not None
+    return path, whole.chosen.resident_bytes - 1
+
+
+@LINUX
+def test_commands_take_a_budget_and_show_it(deep: tuple[Path, int], tmp_path: Path) -> None:
+    """generate writes the same text; doctor, bench speed and bench offload say what is streamed."""
+    folder, budget = deep
+    common = ("--target", folder, "--dtype", "fp32", "--json", "--memory-budget")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abcabcabc"}))
+    given = ("generate", "abcabc", "--shape", "chain4", "--max-new-tokens", 24, *common)
+    small, whole = succeed(*given, budget), succeed(*given, "1GB")
+    assert (
+        small["text"] == whole["text"] and small["memory"]["streamed_layers"] > 0 == whole["memory"]["streamed_layers"]
+    )
+    assert succeed("doctor", *common, budget)["target"]["streamed_layers"] == small["memory"]["streamed_layers"]
+    more = ("--tasks", prompts, "--max-new-tokens", 16, "--methods", "plain,chain4", *common, budget)
+    assert succeed("bench", "speed", *more)["provenance"]["disk_bytes_per_pass"] > 0
+    found = succeed("bench", "offload", "--drafter", "ngram", *more)
+    plain, chain = found["offload"]
+    assert plain["speedup"] == plain["acceptance_length"] == 1 and chain["acceptance_length"] > 1
+    assert chain["share"] == pytest.approx(chain["speedup"] / chain["acceptance_length"])
+    assert all(method["equal_text"] for method in found["methods"])
+
+
+@LINUX
+def test_what_was_not_read_from_the_disk_is_said(deep: tuple[Path, int]) -> None:
+    facts = streaming(load_model(deep[0], dtype="fp32", memory_budget=deep[1]).model)
+    assert facts is not None
+    read = float(facts.chosen.pass_bytes)
+    assert "only 50% of" in cached([Offloaded("plain", 1.0, 1.0, 1.0, 1.0, 0.5 * read)], facts)
+    assert not cached([Offloaded("plain", 1.0, 1.0, 1.0, 1.0, read)], facts)
+    assert not cached([Offloaded("plain", 1.0, 1.0, 1.0, 1.0, None)], facts)
 
 
 @LINUX

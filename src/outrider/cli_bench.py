@@ -161,7 +161,7 @@ def offload(
     from outrider.progress import progress
 
     chosen, prompts = parse_methods(methods), load_tasks(tasks, limit)
-    engine = load_pair(target, drafter, dtype, "cpu", threads, trust_remote_code, memory_budget)
+    engine = load_pair(target, drafter, dtype, "cpu", threads, trust_remote_code, budget=memory_budget)
     with progress("bench offload", quiet=json) as tell:
         sampling: dict[str, Any] = {"temperature": temperature, "seed": seed}
         report, found = measure(engine, prompts, chosen, max_new_tokens, repeat, progress=tell, **sampling)

@@ -68,7 +68,7 @@ def plan(
     changes = [parse_change(text) for text in what_if or ()]
     if drafter == "off":
         raise ValueError("--drafter off leaves nothing to plan; name a drafter")
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, memory_budget)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, budget=memory_budget)
     with progress("plan", quiet=json) as tell:
         measured = measure(
             engine,

@@ -32,6 +32,7 @@ KEYS = {
     "dtype",
     "rule",
     "seed",
+    "memory",
 }
 
 
@@ -94,6 +95,10 @@ def test_people_get_the_text_and_one_summary_line(folder: Path) -> None:
         (("generate", "x", "--target", "FOLDER", "--dtype", "int3"), "int3"),
         (("generate", "x", "--target", "FOLDER", "--device", "quantum"), "quantum"),
         (("generate", "x", "--target", "FOLDER", "--threads", "0"), "threads"),
+        (("generate", "x", "--target", "FOLDER", "--memory-budget", "much"), "is no size"),
+        (("generate", "x", "--target", "FOLDER", "--memory-budget", "1k"), "give at least"),
+        (("doctor", "--memory-budget", "1GB"), "--target"),
+        (("bench", "offload", "--target", "FOLDER", "--memory-budget", "1GB"), "nothing is streamed"),
         (("certify", "--target", "FOLDER", "--prompts", "no-such-task"), "no-such-task"),
         (("bench", "speed", "--target", "FOLDER", "--methods", "warp"), "warp"),
     ],

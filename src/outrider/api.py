@@ -26,6 +26,7 @@ from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import SelfTest, tree_model
+from outrider.models.streaming import streaming
 from outrider.options import Options, fresh_seed, options_from
 from outrider.sampling import Sampler
 from outrider.sequence import Piece, Sequence, TokenLogprob
@@ -250,6 +251,7 @@ class Engine:
             "drafter": drafter.name,
             "machine": machine_name(self.model.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            **({"memory": str(streamed)} if (streamed := streaming(self.model)) else {}),
         }
 
     def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
@@ -280,6 +282,7 @@ def load(
     threads: int | None = None,
     trust_remote_code: bool = False,
     exact: bool = False,
+    memory_budget: str | int | None = None,
 ) -> Engine:
     """An engine for a target.
 
@@ -292,6 +295,8 @@ def load(
         threads: CPU threads of torch; by default left as they are.
         trust_remote_code: run code that comes with a model.
         exact: score so that plain and speculative decoding have the same bits in half precision too, at some cost.
+        memory_budget: most memory for the target's weights, such as "2GB" or bytes; what does not fit stays in its files and is
+            read layer by layer in every pass. A drafter is loaded whole, beside it. By default everything is loaded.
 
     Raises:
         ValueError: with one sentence, when something does not exist or does not fit.
@@ -303,7 +308,7 @@ def load(
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}; give a transformers tokenizer, or None")
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    loaded = load_model(target, **loading)
+    loaded = load_model(target, memory_budget=memory_budget, **loading)
     loading["dtype"] = dtype or loaded.model.dtype
     loading["device"] = device or loaded.model.device
     return Engine(loaded.model, tokenizer or loaded.tokenizer, loaded.name, drafter, exact, **loading)

@@ -12,7 +12,19 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider import cli_bench, cli_plan, cli_train
-from outrider.cli_options import Device, DrafterName, DType, Exact, Json, Target, Threads, Trust, load_pair, print_json
+from outrider.cli_options import (
+    Budget,
+    Device,
+    DrafterName,
+    DType,
+    Exact,
+    Json,
+    Target,
+    Threads,
+    Trust,
+    load_pair,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from outrider.api import Engine, Result
@@ -81,6 +93,7 @@ def generate(
     device: Device = None,
     threads: Threads = None,
     trust_remote_code: Trust = False,
+    memory_budget: Budget = None,
     show_draft: Annotated[bool, typer.Option("--show-draft", help="Colour tokens that were drafted.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show shapes, acceptance and speed while it runs.")] = False,
     exact: Exact = False,
@@ -93,7 +106,7 @@ def generate(
     if watch and (json or show_draft):
         raise ValueError("--watch draws a view of its own; leave out --json and --show-draft")
     start = time.perf_counter()
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact, memory_budget)
     loaded = time.perf_counter() - start
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -154,16 +167,22 @@ def _follow(pieces: Any, console: Console | None, show_draft: bool) -> Result:
 
 
 def _summary(engine: Engine, result: Result) -> str:
+    from outrider.models.streaming import streaming
+
     stats = result.stats
     shapes = ", ".join(f"{name} {count}" for name, count in stats.shapes.most_common(4)) or "none"
     drafter = engine.drafter.name if engine.drafter else "off"
+    streamed = streaming(engine.model)
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.acceptance_length:.2f} tokens per pass, drafter {drafter}, shapes {shapes}"
+        + (f", {streamed}" if streamed else "")
     )
 
 
 def _result_json(engine: Engine, result: Result, rule: str, loaded: float) -> dict[str, Any]:
+    from outrider.models.streaming import streaming
+
     stats = result.stats
     return {
         "text": result.text,
@@ -184,6 +203,7 @@ def _result_json(engine: Engine, result: Result, rule: str, loaded: float) -> di
         "dtype": str(engine.dtype).removeprefix("torch."),
         "rule": rule,
         "seed": result.seed,
+        "memory": streamed.facts() if (streamed := streaming(engine.model)) else None,
     }
 
 
@@ -219,6 +239,7 @@ def doctor(
     dtype: DType = None,
     device: Device = None,
     trust_remote_code: Trust = False,
+    memory_budget: Budget = None,
     topology: Annotated[
         bool, typer.Option("--topology", help="Show, and measure once, which way scores which trees fastest.")
     ] = False,
@@ -227,7 +248,11 @@ def doctor(
     """Tell what this machine is good at, how models score trees on it, and what memory a run needs."""
     from outrider.doctor import examine, render
 
-    report = examine(target, drafter, topology, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    if memory_budget is not None and target is None:
+        raise ValueError("--memory-budget is of a model; give it with --target")
+    budget = {} if target is None else {"memory_budget": memory_budget}
+    loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, **budget}
+    report = examine(target, drafter, topology, **loading)
     if json:
         print_json(report)
     else:

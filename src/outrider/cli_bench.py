@@ -1,4 +1,4 @@
-"""Commands that measure and prove: `certify`, and `bench speed`, `peers`, `round`, `mixers`, `context`."""
+"""Commands that measure and prove: `certify`, and `bench speed`, `peers`, `offload`, `round`, `mixers`, `context`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli_options import (
+    Budget,
     Device,
     DrafterName,
     DType,
@@ -32,6 +33,7 @@ def register(app: typer.Typer, bench: typer.Typer) -> None:
     app.command()(certify)
     bench.command()(speed)
     bench.command()(peers)
+    bench.command()(offload)
     bench.command("round")(round_)
     bench.command()(mixers)
     bench.command()(context)
@@ -106,6 +108,7 @@ def speed(
     threads: Threads = None,
     trust_remote_code: Trust = False,
     exact: Exact = False,
+    memory_budget: Budget = None,
     json: Json = False,
 ) -> None:
     """Compare decoding methods prompt by prompt, and check that all write the same text."""
@@ -117,7 +120,7 @@ def speed(
 
     chosen = parse_methods(methods)
     prompts = held_out_prompts(tasks, limit) if held_out else load_tasks(tasks, limit)
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact, memory_budget)
     with progress("bench speed", quiet=json) as tell:
         report = run_speed(
             engine,
@@ -133,6 +136,42 @@ def speed(
         print_json(to_json(report, limit=limit))
     else:
         render(report, Console())
+
+
+def offload(
+    memory_budget: Annotated[
+        str, typer.Option(help="Most memory for the target's weights, less than they need, such as 200MB.")
+    ],
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    methods: Annotated[str, typer.Option(help="plain, and auto or shapes like chain5 or 3x2x2.")] = "plain,auto",
+    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
+    dtype: DType = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Tell what speculation brings on a target that is streamed from the disk, against its acceptance length."""
+    from outrider.bench.offload import measure, render, to_json
+    from outrider.bench.runner import parse_methods
+    from outrider.bench.tasks import load_tasks
+    from outrider.models.streaming import streaming
+    from outrider.progress import progress
+
+    chosen, prompts = parse_methods(methods), load_tasks(tasks, limit)
+    engine = load_pair(target, drafter, dtype, "cpu", threads, trust_remote_code, budget=memory_budget)
+    with progress("bench offload", quiet=json) as tell:
+        sampling: dict[str, Any] = {"temperature": temperature, "seed": seed}
+        report, found = measure(engine, prompts, chosen, max_new_tokens, repeat, progress=tell, **sampling)
+    if json:
+        print_json(to_json(report, found, limit))
+    elif streamed := streaming(engine.model):
+        render(found, streamed, Console())
 
 
 def peers(

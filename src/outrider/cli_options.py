@@ -29,6 +29,12 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a 
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
 Exact = Annotated[bool, typer.Option("--exact", help="The same bits as plain decoding in bf16 too; trees cost more.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Most memory for the target's weights, such as 2GB; the rest is read from the disk, layer by layer."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same run.")]
 Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states), mamba or llama (stand-alone).")]
@@ -76,10 +82,12 @@ def load_pair(
     threads: int | None,
     trust: bool,
     exact: bool = False,
+    budget: str | None = None,
 ) -> Engine:
     from outrider.api import load
 
-    return load(target, drafter, dtype=dtype, device=device, threads=threads, trust_remote_code=trust, exact=exact)
+    loading: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust, "memory_budget": budget}
+    return load(target, drafter, threads=threads, exact=exact, **loading)
 
 
 def load_drafters(engine: Engine, names: list[str], trust: bool) -> dict[str, Drafter]:

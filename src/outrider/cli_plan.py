@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli_options import (
+    Budget,
     Device,
     DrafterName,
     DType,
@@ -52,6 +53,7 @@ def plan(
     device: Device = None,
     threads: Threads = None,
     trust_remote_code: Trust = False,
+    memory_budget: Budget = None,
     json: Json = False,
 ) -> None:
     """Measure a pair and tell what speculation will bring, with which shape, and when it would not pay."""
@@ -60,12 +62,13 @@ def plan(
     from outrider.bench.plan import plan as make_plan
     from outrider.bench.probe import measure
     from outrider.bench.tasks import load_tasks
+    from outrider.models.streaming import streaming
     from outrider.progress import progress
 
     changes = [parse_change(text) for text in what_if or ()]
     if drafter == "off":
         raise ValueError("--drafter off leaves nothing to plan; name a drafter")
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, budget=memory_budget)
     with progress("plan", quiet=json) as tell:
         measured = measure(
             engine,
@@ -85,6 +88,8 @@ def plan(
         print_json(value)
         return
     plan_report.render(found, Console())
+    if streamed := streaming(engine.model):
+        typer.echo(str(streamed))
     if out is not None:
         typer.echo(f"written: {path}, {out / 'plan.json'}")
 

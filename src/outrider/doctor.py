@@ -14,6 +14,7 @@ from rich.table import Table
 from outrider.bench.report import capabilities, provenance
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.loading import list_models, pick_device, pick_dtype
+from outrider.models.streaming import streaming
 from outrider.topology_report import examine_topology, render_topology
 
 NODES = (1, 4, 8, 16, 32)
@@ -104,6 +105,7 @@ def _examine_model(model: Any, tree_model: Any, selftest: Any) -> dict[str, Any]
         "context": tree_model.context,
         "notes": selftest.notes,
         **_memory(tree_model),
+        **(streamed.facts() if (streamed := streaming(model)) else {}),
     }
 
 
@@ -128,7 +130,8 @@ def _advice(report: dict[str, Any]) -> list[str]:
         advice.append(f"trees are scored by {target['way']}: right, but slower than one masked pass")
     memory = report["machine"]["memory_bytes"]
     context = target["context"] or 8192
-    need = target["weight_bytes"] + context * target["bytes_per_token"] + 65 * target["state_bytes_per_node"]
+    weights = min(target["weight_bytes"], target.get("memory_budget_bytes", target["weight_bytes"]))
+    need = weights + context * target["bytes_per_token"] + 65 * target["state_bytes_per_node"]
     if memory and need > 0.9 * memory:
         advice.append(f"a full context of {context} tokens needs {need / 1e9:.1f} GB, more than this machine has")
     times = report["machine"]["matmul_ms"].get(target["dtype"])

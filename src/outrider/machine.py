@@ -28,3 +28,12 @@ def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+
+
+def disk_bytes_read() -> int | None:
+    """Bytes that disks have sent to this process so far, without what the kernel had cached; None where it is not counted."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), None)

@@ -19,6 +19,7 @@ import torch
 from outrider import noise
 from outrider.bench.report import Difference, MethodReport, Run, SpeedReport
 from outrider.bench.tasks import Prompt
+from outrider.models.streaming import streaming
 from outrider.tree import parse_shape
 
 Clock = Callable[[], float]
@@ -193,6 +194,7 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "dtype": str(engine.dtype).removeprefix("torch."),
         "exact": getattr(engine, "exact", False),
         "device": str(engine.model.device),
+        **(streamed.facts() if (streamed := streaming(engine.model)) else {}),
     }
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from outrider.models.resident import release
+
 MOST_JOINED = 1024  # tokens of a text that join its draft vocabulary
 
 
@@ -31,6 +33,7 @@ class CutHead(nn.Module):
         self.known = frozenset(draft_ids_C.tolist())
         self.linear = nn.Linear(weight_VD.shape[1], len(draft_ids_C), bias=False, device="meta")
         self.linear.weight = nn.Parameter(weight_VD.detach()[self.ids], requires_grad=False)
+        release(weight_VD)  # most rows were not in memory: the target has its head packed
 
     def forward(self, outputs: Tensor) -> Tensor:
         """Logits of the draft vocabulary."""

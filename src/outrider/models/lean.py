@@ -10,6 +10,7 @@ Shapes: B rows, N nodes, D width, H query heads, G key-value heads, R = H / G, E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import Attend, causal, folded
 from outrider.models.packed import Product
 from outrider.models.path_attention import path_ordered
+from outrider.models.streaming import Part, is_ours, streamed_parts
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import PREFILL_CHUNK, CachedTreeModel, Unsupported
 
@@ -44,17 +46,17 @@ class Norm:
 
 
 class Block:
-    """One decoder layer, read from transformers' module."""
+    """One decoder layer, read from transformers' module; `passing`: for one pass only."""
 
-    def __init__(self, layer: Any, kind: str, offset: bool) -> None:
+    def __init__(self, layer: Any, kind: str, offset: bool, passing: bool = False) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.kind, self.scale = kind, float(attention.scaling)
         self.size = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.size
         self.groups = attention.k_proj.out_features // self.size
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, passing=passing)
         self.mixed, self.down = Product(attention.o_proj), Product(mlp.down_proj)
-        self.gate_up = Product(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, passing=passing)
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
         self.halves = [mlp.down_proj.in_features] * 2
         self.rotated, self.kinds = [self.heads + self.groups, self.groups], [self.heads, self.groups]
@@ -88,6 +90,18 @@ class Block:
         return self.mixed(attend(q, keys, values, self.scale).reshape(batch, new, self.heads * self.size))
 
 
+class StreamedBlock:
+    """A block that is made from the file for every pass and forgotten after it."""
+
+    def __init__(self, part: Part, layer: Any, kind: str, offset: bool) -> None:
+        self.part, self.kind = part, kind
+        self.make = partial(Block, layer, kind, offset, passing=True)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        with self.part:
+            return self.make()(*inputs)
+
+
 class LeanTreeModel(CachedTreeModel):
     """A Llama-like transformers model whose trees are scored by lean blocks.
 
@@ -101,7 +115,8 @@ class LeanTreeModel(CachedTreeModel):
             raise Unsupported(f"the lean decoder does not know the family {config.model_type!r}")
         if getattr(config, "attn_logit_softcapping", None):
             raise Unsupported("the lean decoder does not cap attention scores")
-        if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        hooks = (h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+        if not all(map(is_ours, hooks)):
             raise Unsupported("its modules have hooks, which the lean decoder would not run")
         plain = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
         for name, module in model.named_modules():
@@ -113,11 +128,15 @@ class LeanTreeModel(CachedTreeModel):
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
         self.unembed = Product(model.get_output_embeddings())  # the largest first: then the peak of memory is lowest
-        self.blocks = [Block(layer, kind, gemma) for layer, kind in zip(base.layers, types)]
+        parts, first = streamed_parts(model), base.layers[0].self_attn
+        self.blocks = [
+            StreamedBlock(parts[layer], layer, kind, gemma) if layer in parts else Block(layer, kind, gemma)
+            for layer, kind in zip(base.layers, types)
+        ]
         self.norm = Norm(base.norm, gemma)
         self.rotary, self.typed_rotary = base.rotary_emb, gemma
         self.kinds = {block.kind for block in self.blocks}
-        self.repeat = self.blocks[0].heads // self.blocks[0].groups
+        self.repeat = first.q_proj.out_features // first.k_proj.out_features
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.way = "lean decoder, tree mask"
         self.in_path_order = False  # see `exact`

@@ -8,6 +8,7 @@ a `ValueError` of one sentence. An alias shadows a folder of the same name: writ
 import difflib
 import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import gdn
+from .budget import parse_bytes
 from .catalog import ALIASES, DEFAULT
 from .convert import alias_folder, convert_alias, convert_file, first_line, is_converted, quiet_transformers
 from .fetch import fetched_package
 from .hub import only_cached
+from .streaming import stream, streamed_parts
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -72,23 +75,33 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    memory_budget: str | int | None = None,
 ) -> Loaded:
     """Load a model by name; without `dtype` and `device`, in what the machine is best at.
 
     A live model is used as it is and put into eval mode; a `dtype` or `device` that it does not have is refused.
-    `trust_remote_code` lets folders and hub ids run their own Python. Raises `ValueError` for everything that fails.
+    `trust_remote_code` lets folders and hub ids run their own Python. With a `memory_budget`, such as "2GB", weights that
+    do not fit into it stay in their files (`streaming`). Raises `ValueError` for everything that fails.
     """
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
     if isinstance(name, PreTrainedModel):
+        if budget is not None:
+            raise ValueError("A live model is in memory already: give a name or a folder to keep to a memory budget.")
         return _live(name, dtype, device)
     if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
         raise ValueError(f"A {type(name).__name__} is no model: give a name, a path or a transformers model.")
     place = pick_device(device)
     kind = pick_dtype(place) if dtype is None else parse_dtype(dtype)
+    if budget is not None and (place.type != "cpu" or sys.platform != "linux"):
+        raise ValueError(
+            f"A memory budget needs the CPU and Linux, where files can be read by layers, not {place} on {sys.platform}: "
+            "use device 'cpu', or leave out the budget."
+        )
     source, where = _resolve(os.fspath(name))
     given = {"trust_remote_code": trust_remote_code}
     if source == "hub":
         given["local_files_only"] = only_cached(where)
-    model = _load_weights(where, source, kind, place, **given)
+    model = _load_weights(where, source, kind, place, budget, **given)
     tokenizer = _load_tokenizer(where, source, **given)
     return Loaded(os.fspath(name), model, tokenizer, source)
 
@@ -241,14 +254,17 @@ def _live(model: Any, dtype: str | torch.dtype | None, device: str | torch.devic
     return Loaded(name, model.eval(), None, "live")
 
 
-def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.device, **given: bool) -> Any:
+def _load_weights(
+    where: str, source: str, dtype: torch.dtype, device: torch.device, budget: int | None, **given: bool
+) -> Any:
     gdn.register()
     try:
+        stored = dtype if budget is None else _stored_dtype(where, **given) or dtype
         # The hub keeps its bars: a download may take minutes.
         with nullcontext() if source == "hub" else quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
                 where,
-                dtype=dtype,
+                dtype=stored,
                 use_safetensors=True,
                 output_loading_info=True,
                 **given,
@@ -266,8 +282,18 @@ def _load_weights(where: str, source: str, dtype: torch.dtype, device: torch.dev
     if unused := sorted(report["unexpected_keys"]):
         message = f"{where}: {len(unused)} tensors of the checkpoint have no place in the model, such as {unused[0]}"
         warnings.warn(message, stacklevel=3)
+    model.eval().requires_grad_(False)
+    if budget is not None:
+        stream(model, where, budget, dtype)
     _check_finite(where, model)
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def _stored_dtype(where: str, **given: bool) -> torch.dtype | None:
+    """The dtype that a model's files hold, by its configuration."""
+    config = AutoConfig.from_pretrained(where, **given)
+    found = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _loading_failed(where: str, source: str, error: Exception) -> str:
@@ -282,7 +308,17 @@ def _loading_failed(where: str, source: str, error: Exception) -> str:
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
     """Refuse weights with NaN or infinity, which would make every later comparison of logits meaningless."""
-    for key, weight in model.named_parameters():
+    keys = {weight: key for key, weight in model.named_parameters()}
+    parts = streamed_parts(model).values()
+    streamed = {weight for part in parts for weight in part.weights}
+    _refuse_infinite(name, {key: weight for weight, key in keys.items() if weight not in streamed})
+    for part in parts:
+        with part:
+            _refuse_infinite(name, {keys[weight]: weight for weight in part.weights})
+
+
+def _refuse_infinite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    for key, weight in weights.items():
         # The sum is cheap and tells almost always; it may overflow where the weights themselves are finite.
         total = weight.detach().sum(dtype=torch.float32)
         if not torch.isfinite(total) and not torch.isfinite(weight).all():

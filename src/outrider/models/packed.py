@@ -19,20 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.resident import release
+from outrider.models.streaming import streaming
 
 WORKING_ROWS = 16  # packing for one row makes more rows slower
 MOST_ROWS = 64  # beyond this the plain kernel is as good
 
 
 class Packed:
-    """The packed linear layers of a model; none where the machine or the dtype does not gain."""
+    """The packed linear layers of a model; none where the machine or the dtype does not gain, or the memory has a budget."""
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
         self.weights: dict[nn.Linear, Tensor] = {}
         linears = (m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear))
         layers = [m for m in linears if _packable(m)]
-        if layers and _works(layers[0]):
+        if layers and streaming(model) is None and _works(layers[0]):
             self.weights = {layer: pack(layer.weight) for layer in layers}
             for layer in layers:
                 release(layer.weight)
@@ -77,10 +78,10 @@ class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
     On machines that gain nothing from packing, the layers' own weights become views of the joined one, so that nothing is held
-    twice.
+    twice; not so with `passing`, for a product that is forgotten before the layers' weights are.
     """
 
-    def __init__(self, *layers: Any) -> None:
+    def __init__(self, *layers: Any, passing: bool = False) -> None:
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
@@ -92,8 +93,9 @@ class Product:
         if self.packed:
             for layer in layers:
                 release(layer.weight)
-        if not self.packed and len(layers) > 1:
+        if not self.packed and len(layers) > 1 and not passing:
             for layer, part in zip(layers, joined.split([len(w) for w in weights])):
+                release(layer.weight)
                 layer.weight.data = part
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -122,7 +124,17 @@ def _packable(layer: nn.Linear) -> bool:
 
 
 def _works(layer: nn.Linear) -> bool:
-    """Whether the private operators exist and give bit for bit what the plain layer gives."""
+    """Whether the private operators exist and give bit for bit what the plain layer gives; asked once for each size."""
+    size = layer.in_features, layer.out_features, layer.bias is None
+    if size not in _PROVED:
+        _PROVED[size] = _proves(layer)
+    return _PROVED[size]
+
+
+_PROVED: dict[tuple[int, int, bool], bool] = {}
+
+
+def _proves(layer: nn.Linear) -> bool:
     x = torch.linspace(-1, 1, 3 * layer.in_features).to(torch.bfloat16).view(1, 3, layer.in_features)
     try:
         return torch.equal(linear(x, pack(layer.weight), layer.bias), layer(x))

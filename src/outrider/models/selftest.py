@@ -17,6 +17,7 @@ from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
+from outrider.models.streaming import streamed_parts
 from outrider.models.tree_model import CachedTreeModel, Unsupported, context_length
 
 PREFIX = 5
@@ -58,11 +59,13 @@ def _stamp(model: PreTrainedModel) -> Any:
     """What changes when a model does: its modules, hooks and weights, in place or replaced.
 
     Some writes leave no trace but the values themselves (`parameter.data.add_`), so a few values of every parameter are compared.
+    Those of streamed layers, of which nothing is kept, are left on the disk.
     """
     modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
     weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters())
+    streamed = {weight for part in streamed_parts(model).values() for weight in part.weights}
     with torch.no_grad():
-        few = [p.reshape(-1)[:8].to("cpu", torch.float64) for p in model.parameters()]
+        few = [p.reshape(-1)[:8].to("cpu", torch.float64) for p in model.parameters() if p not in streamed]
     return modules, weights, tuple(torch.cat(few).tolist()) if few else ()
 
 
@@ -142,16 +145,17 @@ class Plain:
 
     @staticmethod
     def _logits(model: PreTrainedModel, prefix: list[int], tokens: list[int]) -> list[torch.Tensor]:
-        """Logits [V] after each node of a tree behind a prefix."""
-        found = []
-        for node in range(len(tokens)):
-            path, at = [], node
-            while at >= 0:
-                path.append(tokens[at])
-                at = PARENTS[at]
-            ids = torch.tensor([prefix + path[::-1]], device=model.device)
-            found.append(model(input_ids=ids).logits[0, -1].float())
-            if not torch.isfinite(found[-1]).all():
+        """Logits [V] after each node of a tree behind a prefix, from one forward a leaf."""
+        found = [torch.empty(0)] * len(tokens)
+        for leaf in set(range(len(tokens))) - set(PARENTS[: len(tokens)]):
+            path = [leaf]
+            while (parent := PARENTS[path[0]]) >= 0:
+                path.insert(0, parent)
+            ids = torch.tensor([prefix + [tokens[node] for node in path]], device=model.device)
+            logits_LV = model(input_ids=ids).logits[0].float()
+            for node, logits_V in zip(path, logits_LV[len(prefix) :]):
+                found[node] = logits_V
+            if not torch.isfinite(logits_LV).all():
                 raise ValueError(
                     "the model's logits are not finite on a plain forward; its weights are damaged or the dtype too narrow: "
                     "try dtype float32"

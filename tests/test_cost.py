@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.cost import Acceptance, Curve, Fit, best_trees, beyond, drafted_by, fastest_tree, reached, tails
 from outrider.rounds import Walked, walked
 from outrider.tree import OFF, Shape, TokenTree, from_paths, parse_shape
-from outrider.verify import Verdict, verify_coupled
+from outrider.verify import Draft, Verdict, verify_coupled
 
 SHAPES = [parse_shape(text) for text in ("chain1", "chain4", "3x2x1", "2x2x2", "tree:0,0.0,0.0.0,0.1,1,2,2.0")]
 
@@ -34,7 +34,7 @@ def walk(shape: Shape, ranks: list[int]) -> Walked:
     """What the shape meets where the target's tokens are the children of these ranks, one level after the other."""
     tree, _ = grown(shape)
     steps = [*ranks, 99]
-    return walked(tree, verify_coupled(tree, lambda node: steps[min(tree.depths[node], len(ranks))]), shape)
+    return walked(Draft(tree, {}), verify_coupled(tree, lambda node: steps[min(tree.depths[node], len(ranks))]), shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -51,18 +51,18 @@ def test_nodes_lie_level_by_level_with_their_children_side_by_side(shape: Shape)
 
 def test_a_walk_says_which_child_was_right_and_how_many_were_wrong() -> None:
     shape = parse_shape("3x2x1")
-    assert walk(shape, [2, 1, 0]) == Walked((2, 1, 0), 0, False, shape.nodes, True)
-    assert walk(shape, [2, 5]) == Walked((2,), 2, False, shape.nodes, True)
-    assert walk(shape, [7]) == Walked((), 3, False, shape.nodes, True)
+    assert walk(shape, [2, 1, 0]) == Walked((2, 1, 0), 0, False, shape.nodes, True, 3, False, shape.feeds, [])
+    assert walk(shape, [2, 5]) == Walked((2,), 2, False, shape.nodes, True, 3, False, shape.feeds, [])
+    assert walk(shape, [7]) == Walked((), 3, False, shape.nodes, True, 3, False, shape.feeds, [])
 
 
 def test_a_drafter_with_nothing_more_to_offer_ends_the_walk_for_all_shapes() -> None:
     tree = TokenTree(9)
     tree.add(0, 4)
-    assert walked(tree, Verdict([0, 1], 5), parse_shape("chain3")).ended
-    assert walked(tree, Verdict([0], 5), parse_shape("3x2")).ended
-    assert not walked(tree, Verdict([0, 1], 5), parse_shape("chain1")).ended
-    assert not walked(tree, Verdict([0, 1], 5), parse_shape("chain3").cut(1)).ended
+    assert walked(Draft(tree, {}), Verdict([0, 1], 5), parse_shape("chain3")).ended
+    assert walked(Draft(tree, {}), Verdict([0], 5), parse_shape("3x2")).ended
+    assert not walked(Draft(tree, {}), Verdict([0, 1], 5), parse_shape("chain1")).ended
+    assert not walked(Draft(tree, {}), Verdict([0, 1], 5), parse_shape("chain3").cut(1)).ended
 
 
 @given(st.lists(st.integers(0, 3), max_size=6))

@@ -217,9 +217,9 @@ def test_a_state_that_is_none_is_refused_and_nothing_is_changed(damage: str) -> 
     elif damage == "nan":
         state["clocks"]["drafts"][0] = float("nan")
     elif damage == "short":
-        state["hits"][3] = [1.0]
+        state["counts"]["hits.3"] = [1.0]
     elif damage == "more hits than tries":
-        state["hits"][0][0] = state["tries"][0][0] + 5
+        state["counts"]["hits.0"][0] = state["counts"]["tries.0"][0] + 5
     elif damage == "no clocks":
         state["clocks"] = None
     else:

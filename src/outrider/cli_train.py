@@ -1,4 +1,4 @@
-"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate. They read options, call `train`, and print."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. They read options, call `train`, and print."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from outrider.cli_options import (
     Threads,
     Trust,
     load_drafters,
+    load_pair,
     load_target,
     parse_count,
     plan_from,
@@ -51,7 +52,7 @@ EVALUATION_TASKS = "humaneval,gsm8k,mtbench"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (data, table, distil, prune, linearize, boost, evaluate):
+    for command in (data, table, distil, prune, linearize, boost, evaluate, prior):
         app.command()(_writing(command))
 
 
@@ -343,3 +344,29 @@ def evaluate(
         print_json(to_json(found))
     else:
         render(found, Console())
+
+
+def prior(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help="A drafter with a folder, or a cascade that ends in one.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
+    ] = EVALUATION_TASKS,
+    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Measure what a drafter's rounds bring and keep it in its folder: with it, tuning begins at the right shape."""
+    from outrider.train.evaluate import held_out_prompts
+    from outrider.train.prior import keep_prior, measure_prior
+
+    prompts = held_out_prompts(tasks, limit)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("prior", quiet=json) as tell:
+        found = measure_prior(engine, prompts, max_new_tokens, tell)
+    path = keep_prior(engine, found)
+    report({"path": str(path), **found}, f"written: {path}", json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.cost import Fit
 from outrider.rounds import Round
@@ -20,11 +20,14 @@ class Clocks:
         discount: weight that a round keeps with every later one.
     """
 
+    SIZES: ClassVar = {"rounds": 4, "passes": 6, "drafts": 6}  # of the lists of `state`
+
     def __init__(self, discount: float = 0.98) -> None:
         self.discount, self.unit = discount, 1.0  # the newest round weighs one unit
         self.total = self.weight = 0.0  # of plain passes
         self.passes, self.drafts = Fit(0.02), Fit(0.05)
         self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
+        self.believed: tuple[dict[str, list[float]], float] | None = None  # what was measured elsewhere, and its worth
         self.own: dict[str, list[float]] = {}  # rounds of a shape, and their seconds over those expected
 
     @property
@@ -40,9 +43,11 @@ class Clocks:
             weight = self.unit if self.weight else 0.25 * self.unit  # the first passes of a process are slow
             self.total += weight * (min(rest, Fit.CLIP * self.plain) if self.weight else rest)
             self.weight += weight
+            self._scale_beliefs()
         if not done.shape.depth:
             return
-        levels, further = done.shape.depth, len(done.rows) * done.shape.feeds - done.shape.depth
+        levels = done.levels
+        further = max(done.fed - levels, 0)
         self.asked += self.unit
         self.drafts.see(levels, further, done.draft, self.unit)
         if not done.drafted:
@@ -80,16 +85,18 @@ class Clocks:
         empty = self.empty / self.asked if self.asked else 0.0
         return empty * plain + (1.0 - empty) * a, b, *self.drafts.solve(self.unit)
 
-    def seconds(self, shape: Shape, nodes: float, rows: int, prices: Prices) -> float:
+    def seconds(self, shape: Shape, nodes: float, levels: float, rows: int, prices: Prices) -> float:
         """Of a round.
 
         Args:
             nodes: drafted in each row, on average.
+            levels: drafted, on average.
             rows: number of rows.
             prices: what `prices` says.
         """
         base, node, level, further = prices
-        expected = base + node * rows * nodes + level * shape.depth + further * (rows * shape.feeds - shape.depth)
+        fed = shape.feeds * levels / shape.depth if shape.depth else 0.0
+        expected = base + node * rows * nodes + level * levels + further * (rows * fed - levels)
         if shape.name not in self.own:
             return expected
         rounds, ratio = self.own[shape.name]
@@ -104,6 +111,28 @@ class Clocks:
         fits = {name: [value * factor for value in fit.sums()] for name, fit in self._fits().items()}
         rounds = [self.total, self.weight, self.asked, self.empty]
         return {"rounds": [value * factor for value in rounds], **fits}
+
+    def believe(self, times: dict[str, list[float]], rounds: float) -> None:
+        """Take times of elsewhere for so many rounds of here, in plain passes; they count from the first plain pass on.
+
+        Args:
+            times: what `state` gave there.
+        """
+        self.believed = times, rounds
+
+    def _scale_beliefs(self) -> None:
+        """Translate what is believed to this machine, now that a plain pass is timed."""
+        if self.believed is None:
+            return
+        times, worth = self.believed
+        self.believed = None
+        total, weight, asked, empty = times["rounds"]
+        seconds = self.plain * weight / total if total else 1.0
+        factor = min(1.0, worth / max(asked, 1.0)) * self.unit
+        self.asked, self.empty = asked * factor, empty * factor
+        for name, fit in self._fits().items():
+            counts, sums = times[name][:4], times[name][4:]
+            fit.restore([*(value * factor for value in counts), *(value * factor * seconds for value in sums)])
 
     def restore(self, rounds: list[float], **fits: list[float]) -> None:
         """Go on from what `state` gave."""

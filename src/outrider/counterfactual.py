@@ -3,23 +3,28 @@
 One verified tree tells what each smaller shape inside it would have emitted, and acceptance by depth and rank what larger ones
 may expect; clocks of a few shapes tell, by nodes and levels, what every other would take. So shapes need not be tried in turn:
 the fastest by these estimates is drafted, and only what the rounds so far cannot tell is explored, within a share of the time.
+Where a drafter's branches and levels end within a round follows from the same rounds (`stopping.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.clocks import LARGEST_UNIT, Clocks
-from outrider.cost import Acceptance, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.cost import Fit, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.knowledge import Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
+from outrider.stopping import Stops, levels_behind, levels_of, stops
 from outrider.tree import OFF, Shape
 
 REFRESH, SOON = 32, 8  # rounds between updates of what unseen parts of trees may bring; after a new shape was tried
 REGROW = 256  # rounds between searches for a better tree
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 BELIEVED = 2.0  # rounds that a shape's first estimate is worth
+TRUST = 16.0  # rounds that a prior is worth
 BETTER = 1.03  # a new tree takes the place of the one before when it promises to be faster by this factor
 OPTIMISM, ENOUGH = 0.5, 20.0  # of a shape of which one round is known; rounds after which a shape is known well enough
 CHEAP = 0.05  # trials that cost less than this share of a round are as good as one that does
@@ -33,7 +38,7 @@ class _Arm:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.weight = self.emitted = self.nodes = 0.0
+        self.weight = self.emitted = self.nodes = self.levels = 0.0
         self.hoped = 0.0  # tokens expected where rounds did not tell what this shape would have met,
         self.open: dict[tuple[int, int, int], float] = {}  # and where that was: (node, its depth, children known wrong)
         self.known = 0.0  # rounds in which it is certain what this shape would have emitted
@@ -44,6 +49,7 @@ class _Arm:
         self.weight *= factor
         self.emitted *= factor
         self.nodes *= factor
+        self.levels *= factor
         self.hoped *= factor
         self.known *= factor
         self.open = {place: weight * factor for place, weight in self.open.items()}
@@ -55,12 +61,13 @@ class _Arm:
             weight * beyond(self.shape, *place, self.tails, chances) for place, weight in self.open.items()
         )
 
-    def hear(self, row: Walked, unit: float, chances: Sequence[Sequence[float]]) -> None:
+    def hear(self, row: Walked, unit: float, chances: Sequence[Sequence[float]], going: Sequence[float]) -> None:
         """What this shape would have emitted and had verified in a round of whatever shape."""
         emitted, node, width = reached(self.shape, row)
         self.weight += unit
         self.emitted += unit * emitted
         self.nodes += unit * drafted_by(self.shape, row)
+        self.levels += unit * levels_of(self.shape.depth, row, going)
         if width is None:
             self.known += unit
         else:
@@ -73,7 +80,8 @@ class Counterfactual:
     """Follows the shape with the most tokens per second, as estimated for all of them after every round.
 
     Args:
-        arms: shapes to choose from; "off" is added, and so is the best tree that acceptance asks for.
+        arms: shapes to choose from; "off" is added, and so is the best tree that acceptance asks for. Where they say that unsure
+            branches end, it is learned when: that goes without saying in the names of the shapes drafted.
         discount: weight that a round keeps with every later one.
         explore: share of the time that trying other shapes may cost.
         margin: a shape must promise to be faster than plain decoding by this share.
@@ -89,33 +97,46 @@ class Counterfactual:
             if arm.budget:
                 raise ValueError(f"{arm.name} grows otherwise in every round and cannot be compared; give fixed shapes")
         self.discount, self.explore, self.margin = discount, explore, margin
-        self.acceptance = Acceptance()
+        self.knowledge = Knowledge()
         self.unit = 1.0  # weight of the newest round
         self.clocks = Clocks(discount)
         self.sizes = {1: self.clocks}  # by the number of rows, in powers of two
         self.purse: float | None = None  # seconds that exploring may still cost
         self.rows, self.rounds, self.spread, self.up, self.down = 1, 0, 1.0, 0.0, 0.0
         self.due = REFRESH  # the round in which to think again about unseen parts of trees
-        self.chances = self.acceptance.chances()
+        self.chances, self.going = self.knowledge.acceptance.chances(), self.knowledge.going.chances()
         self.off = _Arm(OFF)
         self.grown: str | None = None
-        self.least, self.reach = max(((arm.least, arm.reach) for arm in arms), default=(0.0, 0))
+        least, self.reach = max(((arm.least, arm.reach) for arm in arms), default=(0.0, 0))
+        self.stops = Stops(least, 0.0) if least else None
         self.arms: dict[str, _Arm] = {}
         for arm in arms:
             if arm.depth:
-                self._add(arm)
+                self._add(arm.adapting(0.0, arm.reach))
 
     def _add(self, shape: Shape) -> _Arm:
         arm = self.arms[shape.name] = _Arm(shape)
         arm.weight = arm.emitted = arm.open[0, 0, 0] = BELIEVED * self.unit
         arm.nodes = arm.weight * shape.nodes
+        arm.levels = arm.weight * self._levels(shape)
         arm.expect(self.chances)
         return arm
+
+    def _levels(self, shape: Shape) -> float:
+        """That are expected to be drafted of a shape."""
+        return 1.0 + levels_behind(1, shape.depth, self.going)
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
     def choose(self) -> Shape:
-        """The fastest shape, or one worth exploring. The first round is plain: all others are compared with it."""
+        """The fastest shape, or one worth exploring, with the stops that the rounds so far ask for."""
+        shape = self._choose()
+        if self.stops is None or not shape.depth:
+            return shape
+        return replace(shape, least=self.stops.least, enough=self.stops.enough)
+
+    def _choose(self) -> Shape:
+        """The first round is plain: all others are compared with it."""
         if not self.clocks.weight or not self.arms:
             return OFF
         self._estimate()
@@ -131,7 +152,7 @@ class Counterfactual:
         off.speed = (1.0 + self.margin) / off.seconds
         for arm in self.arms.values():
             arm.length = (arm.emitted + arm.hoped) / arm.weight
-            arm.seconds = clocks.seconds(arm.shape, arm.nodes / arm.weight, rows, prices)
+            arm.seconds = clocks.seconds(arm.shape, arm.nodes / arm.weight, arm.levels / arm.weight, rows, prices)
             arm.speed = arm.length / arm.seconds
 
     def _leader(self) -> _Arm:
@@ -182,9 +203,8 @@ class Counterfactual:
         self.unit /= self.discount
         if self.unit > LARGEST_UNIT:
             factor = 1.0 / self.unit
-            self.acceptance.scale(factor)
-            for arm in (self.off, *self.arms.values()):
-                arm.scale(factor)
+            for one in (self.knowledge, self.off, *self.arms.values()):
+                one.scale(factor)
             self.unit = 1.0
 
     def _hear(self, done: Round) -> None:
@@ -192,9 +212,9 @@ class Counterfactual:
         unit = self.unit / len(done.rows)
         for row in done.rows:
             self._notice(done.shape, row)
-            self.acceptance.see(row, unit)
+            self.knowledge.see(row, unit)
             for arm in self.arms.values():
-                arm.hear(row, unit, self.chances)
+                arm.hear(row, unit, self.chances, self.going)
 
     def _notice(self, shape: Shape, row: Walked) -> None:
         """A cumulative sum of surprises; when it runs over, the text has changed, and what was learned of it weighs little."""
@@ -218,15 +238,28 @@ class Counterfactual:
         leader, loss = self._leader(), 0.0
         if leader.shape.name != done.shape.name and leader.speed:
             self.due = min(self.due, self.rounds + SOON)
-            loss = done.seconds - done.emitted / self.rows / leader.speed
+            mine = self.arms.get(done.shape.name, self.off).seconds
+            loss = (
+                min(done.seconds, Fit.CLIP * mine) - done.emitted / self.rows / leader.speed
+            )  # not a stall of the machine
         before = 0.2 * limit if self.purse is None else self.purse
         self.purse = min(max(before + self.explore * done.seconds - loss, -limit), limit)
 
     def _refresh(self) -> None:
         self.due = self.rounds + REFRESH
-        self.chances = self.acceptance.chances(self.unit)
+        self.chances = self.knowledge.acceptance.chances(self.unit)
+        self.going = self.knowledge.going.chances(self.unit)
         for arm in self.arms.values():
             arm.expect(self.chances)
+        self._learn_stops()
+
+    def _learn_stops(self) -> None:
+        """When branches and levels are to end, at the speed that is expected."""
+        if self.stops is None or not (self.clocks.asked and self.clocks.weight):
+            return
+        self._estimate()
+        _, *prices = self.clocks.prices()
+        self.stops = stops(self.knowledge.calibration.worth(self.unit), self._leader().speed, self.rows, *prices)
 
     def _regrow(self) -> None:
         """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
@@ -235,10 +268,10 @@ class Counterfactual:
         prices = self.clocks.prices()
 
         def seconds(shape: Shape) -> float:
-            return self.clocks.seconds(shape, shape.nodes, self.rows, prices)
+            return self.clocks.seconds(shape, shape.nodes, self._levels(shape), self.rows, prices)
 
         speed, shape = fastest_tree(self.chances, seconds, TREE_NODES, TREE_DEPTHS)
-        shape = shape.adapting(self.least, self.reach) if shape.depth else shape
+        shape = shape.adapting(0.0, self.reach) if shape.depth else shape
         if shape.depth and shape.name not in self.arms:
             if self.grown is not None:
                 old = self.arms[self.grown]
@@ -252,10 +285,7 @@ class Counterfactual:
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data for JSON."""
-        factor, acceptance = 1.0 / self.unit, self.acceptance
-        tables = {n: [[v * factor for v in row] for row in getattr(acceptance, n)] for n in ("tries", "hits")}
-        pooled = {n: [v * factor for v in getattr(acceptance, n)] for n in ("all_tries", "all_hits")}
-        return {"rounds": self.rounds, "clocks": self.sizes[1].state(), **tables, **pooled}
+        return {"rounds": self.rounds, **to_data(self.knowledge, self.sizes[1], self.unit)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with what was learned earlier: first choices and first estimates, soon outweighed by new rounds.
@@ -263,44 +293,27 @@ class Counterfactual:
         Raises:
             ValueError: when this is not a state.
         """
-        numbers, acceptance = _Numbers(state), Acceptance()
-        clocks = _Numbers(state["clocks"] if isinstance(state.get("clocks"), dict) else {})
-        rounds, passes, drafts = clocks.row("rounds", 4), clocks.row("passes", 6), clocks.row("drafts", 6)
-        for name in ("tries", "hits"):
-            setattr(acceptance, name, numbers.table(name, getattr(acceptance, name)))
-        for name in ("all_tries", "all_hits"):
-            setattr(acceptance, name, numbers.row(name, len(acceptance.all_tries), least=1e-9))
-        if not rounds[1] or any(
-            h > t * 1.0001 for rows in zip(acceptance.hits, acceptance.tries) for h, t in zip(*rows)
-        ):
-            raise ValueError("its numbers do not fit each other")
-        self.clocks.restore(rounds, passes=passes, drafts=drafts)
-        self.acceptance, self.chances = acceptance, acceptance.chances()
+        knowledge, times = from_data(state)
+        self.clocks.restore(**times)
+        self._begin_with(knowledge)
+
+    def believe(self, prior: Mapping[str, Any]) -> None:
+        """Begin with what was measured elsewhere, on other prompts and perhaps another machine: it is worth a few rounds, and
+        its times count in plain passes.
+
+        Raises:
+            ValueError: when this is not a state.
+        """
+        knowledge, times = from_data(prior)
+        knowledge.scale(min(1.0, TRUST / max(times["rounds"][2], 1.0)))
+        self.clocks.believe(times, TRUST)
+        self._begin_with(knowledge)
+        for arm in self.arms.values():
+            arm.known = TRUST * self.unit
+
+    def _begin_with(self, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+        self.chances, self.going = knowledge.acceptance.chances(), knowledge.going.chances()
         for shape in [arm.shape for arm in self.arms.values()]:
             self._add(shape)
         self._regrow()
-
-
-class _Numbers:
-    """Lists of finite numbers of 0 or more, read from what may be anything."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.state = state
-
-    def row(self, name: str, size: int, least: float = 0.0) -> list[float]:
-        return _checked(self.state.get(name), size, least)
-
-    def table(self, name: str, like: Sequence[Sequence[float]]) -> list[list[float]]:
-        rows = self.state.get(name)
-        if not isinstance(rows, list) or len(rows) != len(like):
-            raise ValueError(f"{name} is no table")
-        return [_checked(row, len(one), 0.0) for row, one in zip(rows, like)]
-
-
-def _checked(values: Any, size: int, least: float) -> list[float]:
-    if not isinstance(values, list) or len(values) != size:
-        raise ValueError("a list has the wrong length")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 1e18:
-            raise ValueError(f"{value!r} is no such number")
-    return [float(value) for value in values]

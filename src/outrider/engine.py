@@ -96,7 +96,7 @@ class Run:
             pieces += emitted
         # of trees that were not held to the shape, the controller of shapes learns nothing
         kept = [i for i, draft in enumerate(drafts) if not draft.beyond]
-        walks = [walked(trees[i], verdicts[i], shapes[i]) for i in kept]
+        walks = [walked(drafts[i], verdicts[i], shapes[i]) for i in kept]
         if walks:
             self.controller.reward(Round(shape, walks, **self.clock.since(before)))
         self._drop_finished()

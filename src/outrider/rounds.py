@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.tree import Shape, TokenTree
-from outrider.verify import Verdict
+from outrider.tree import Shape
+from outrider.verify import Draft, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,11 @@ class Walked:
         ended: the drafter offered fewer children there than the shape asks for, so no shape would have got further.
         drafted: nodes without the root.
         whole: as many nodes were drafted as the shape asks for.
+        levels: how many were drafted; None: as many as the shape has.
+        stopped: the drafter ended before the shape's last level.
+        fed: nodes and tokens fed to the drafter; None: as the shape asks for.
+        beliefs: of every drafted node, the drafter's probability of the path to it, and whether that path was kept; in the order
+            of depth, empty where the drafter has no probabilities.
     """
 
     ranks: tuple[int, ...]
@@ -30,6 +35,10 @@ class Walked:
     ended: bool
     drafted: int
     whole: bool
+    levels: int | None = None
+    stopped: bool = False
+    fed: int | None = None
+    beliefs: Sequence[tuple[float, bool]] = ()
 
     @property
     def emitted(self) -> int:
@@ -58,21 +67,43 @@ class Round:
         return sum(row.emitted for row in self.rows)
 
     @property
+    def levels(self) -> int:
+        """Steps of drafting: rows take them together."""
+        return max((self.shape.depth if row.levels is None else row.levels for row in self.rows), default=0)
+
+    @property
+    def fed(self) -> int:
+        """Nodes and tokens that the drafter was fed, of all rows."""
+        return sum(self.shape.feeds if row.fed is None else row.fed for row in self.rows)
+
+    @property
     def seconds(self) -> float:
         """Wall clock of the round."""
         return self.draft + self.verify + self.commit
 
 
-def walked(tree: TokenTree, verdict: Verdict, shape: Shape) -> Walked:
+def walked(draft: Draft, verdict: Verdict, shape: Shape) -> Walked:
     """The walk of a row.
 
     Args:
         shape: what its drafter was asked for, cut to what the row may still write.
     """
-    path, children = verdict.path, tree.children
+    tree, path = draft.tree, verdict.path
+    children, kept = tree.children, set(path)
     ranks = tuple([children[parent].index(child) for parent, child in pairwise(path)])
     width = len(children[path[-1]])
-    return Walked(ranks, width, width < _asked(shape, ranks), tree.drafted, tree.drafted >= shape.nodes)
+    levels = max(tree.depths) or None  # who had nothing to draft may have looked for it as long as for all
+    return Walked(
+        ranks,
+        width,
+        width < _asked(shape, ranks),
+        tree.drafted,
+        tree.drafted >= shape.nodes,
+        levels,
+        levels is not None and levels < shape.depth,
+        draft.fed if draft.fed is not None else sum(map(bool, children)) or None,
+        [(belief, node in kept) for node, belief in sorted(draft.beliefs.items())],
+    )
 
 
 def _asked(shape: Shape, ranks: Sequence[int]) -> int:

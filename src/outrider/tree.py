@@ -94,6 +94,7 @@ class Shape:
         least: a node that the drafter holds for less probable than this, its path included, gets no children, and of a
             best-first tree it is left out.
         within: the same happens to a node whose path is so many times less probable than the best path of its level.
+        enough: a level whose parents are together less probable than this is not drafted.
         reach: how deep a drafter that costs nothing may go where it is asked first, whatever the levels say.
     """
 
@@ -103,11 +104,12 @@ class Shape:
     least: float = 0.0
     reach: int = 0
     within: float = math.inf
+    enough: float = 0.0
 
     @property
     def ends(self) -> bool:
-        """Whether branches may end early."""
-        return self.least > 0.0 or self.within < math.inf
+        """Whether branches or levels may end early."""
+        return self.least > 0.0 or self.enough > 0.0 or self.within < math.inf
 
     def floor(self, best: float) -> float:
         """The log probability that a path needs to go on, where the best path of its level has `best`."""
@@ -151,8 +153,9 @@ class Shape:
             return self
         return replace(self, levels=self.levels[: max(depth, 0)], reach=min(self.reach, max(depth, 0)))
 
-    def adapting(self, least: float, reach: int, within: float = math.inf) -> Shape:
-        """The same shape with branches that end early and lookups that go far; written `@least/within~reach` behind it.
+    def adapting(self, least: float, reach: int, within: float = math.inf, enough: float = 0.0) -> Shape:
+        """The same shape with branches and levels that end early and lookups that go far; written `@least/within+enough~reach`
+        behind it.
 
         Raises:
             ValueError: for numbers that are no probability, no ratio or no depth.
@@ -163,10 +166,16 @@ class Shape:
             )
         if not within >= 1.0:
             raise ValueError(f"no branch is within {within:g} times the best one; give a number from 1, such as 20")
+        if not 0.0 <= enough < 1.0 or (enough and self.budget):
+            raise ValueError(
+                f"the levels of {self.name} cannot end at a probability of {enough:g}; give a number from 0 to below 1, such as "
+                "0.2, and no best-first tree"
+            )
         _count(reach)
         ends = (f"{least:g}" if least else "") + (f"/{within:g}" if within < math.inf else "")
-        name = re.split("[@~]", self.name)[0] + (f"@{ends}" if ends else "") + (f"~{reach}" if reach else "")
-        return replace(self, name=name, least=least, reach=reach, within=within)
+        suffixes = (f"@{ends}" if ends else "", f"+{enough:g}" if enough else "", f"~{reach}" if reach else "")
+        name = re.split("[@+~]", self.name)[0] + "".join(suffixes)
+        return replace(self, name=name, least=least, reach=reach, within=within, enough=enough)
 
     @cached_property
     def lookup(self) -> Shape:
@@ -240,7 +249,8 @@ def parse_shape(given: Shape | str | int | Sequence[int] | Sequence[Sequence[int
     "[[0],[0,0],[1]]", or by the name that such a shape gets, "tree:0,0.0,1"; "best16" or "best16x6" for a best-first tree of 16
     nodes (and depth 6). With "@0.05" behind any of these, branches end where the drafter holds their path for less than 5 %
     probable, with "@/20" where they hold it for 20 times less probable than the best path so deep, and with "@0.05/20" in either
-    case (SpecLA's tau is the log of such a ratio); with "~15", drafters that cost nothing may go 15 deep in a cascade.
+    case (SpecLA's tau is the log of such a ratio); with "+0.2", levels are left out whose parents are together less than 20 %
+    probable; with "~15", drafters that cost nothing may go 15 deep in a cascade.
 
     Raises:
         ValueError: when it is none of these.
@@ -273,11 +283,12 @@ def _count(number: int) -> int:
 def _parse_text(text: str) -> Shape:
     word = re.sub(r"\s", "", text.lower())
     if match := re.fullmatch(
-        r"([^@~]+)(?:@(?=[\d./])(\d?\.\d{1,6})?(?:/(\d{1,4}(?:\.\d\d?)?))?)?(?:~(\d{1,6}))?", word
+        r"([^@+~]+)(?:@(?=[\d./])(\d?\.\d{1,6})?(?:/(\d{1,4}(?:\.\d\d?)?))?)?(?:\+(\d?\.\d{1,6}))?(?:~(\d{1,6}))?", word
     ):
-        word, least, within, reach = match.groups()
-        if least or within or reach:
-            return _parse_text(word).adapting(float(least or 0), int(reach or 0), float(within or math.inf))
+        word, least, within, enough, reach = match.groups()
+        if least or within or enough or reach:
+            numbers = float(least or 0), int(reach or 0), float(within or math.inf), float(enough or 0)
+            return _parse_text(word).adapting(*numbers)
     if word in ("off", "", "()", "0"):
         return OFF
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):

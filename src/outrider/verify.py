@@ -7,8 +7,8 @@ in draw order against the law they were drawn from, and each rejection leaves th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -73,11 +73,15 @@ class Draft:
 
     Args:
         beyond: who drafted it, where that was not held to the shape that was asked for; else "".
+        beliefs: per drafted node the drafter's probability of the path to it; empty where the drafter has none.
+        fed: nodes and tokens of the text that were fed to a model to draft this; None: the nodes with children.
     """
 
     tree: TokenTree
     trials: dict[int, list[Trial]]
     beyond: str = ""
+    beliefs: Mapping[int, float] = field(default_factory=dict)
+    fed: int | None = None
 
 
 def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:

@@ -185,7 +185,7 @@ def _walk_at(drafting: DraftState, text: list[int], end: int, asked: Shape) -> W
     (draft,) = drafting.propose([text[:end]], [asked])
     verdict = verify_coupled(draft.tree, lambda node: text[end + draft.tree.depths[node]])
     drafting.observe([Verdict([0], text[end])])
-    return walked(draft.tree, verdict, asked)
+    return walked(draft, verdict, asked)
 
 
 def played(shape: Shape, walk: Walked) -> Walked:

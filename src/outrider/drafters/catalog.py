@@ -185,12 +185,35 @@ def default_arms(drafter: Drafter) -> list[Shape]:
     return [parse_shape(text).adapting(LEAST, reach) for text in ARMS]
 
 
+def parts(drafter: Any) -> list[Any]:
+    """The drafters that a merged one or a cascade is made of."""
+    inner = getattr(drafter, "drafters", None)
+    return [drafter] if inner is None else [part for one in inner for part in parts(one)]
+
+
+def _learning(drafter: Drafter) -> Counterfactual:
+    """A controller that begins with what is known of a drafter."""
+    controller = Counterfactual(default_arms(drafter))
+    for part in parts(drafter):
+        prior = getattr(part, "priors", {}).get(drafter.name)
+        try:
+            if prior is not None:
+                controller.believe(prior)
+        except (ValueError, AttributeError) as error:
+            warnings.warn(
+                f"the prior in {part.folder} is ignored ({error}); measure it again", RuntimeWarning, stacklevel=4
+            )
+    return controller
+
+
 def make_controller(given: Any, drafter: Drafter | None) -> Controller:
     """A controller from "auto", "ucb", a shape, or a `Controller`."""
     if drafter is None:
         return Fixed(OFF)
-    if given is None or (isinstance(given, str) and given in TUNED):
-        return (Bandit if given == "ucb" else Counterfactual)(default_arms(drafter))
+    if given == "ucb":
+        return Bandit(default_arms(drafter))
+    if given is None or given == "auto":
+        return _learning(drafter)
     if hasattr(given, "choose") and hasattr(given, "reward"):
         controller: Controller = given
         return controller

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +27,7 @@ from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, Mamba
 M = TypeVar("M", bound=nn.Module)
 
 SHIPPED = Path(__file__).parent.parent / "weights"
+PRIOR = "prior.json"
 
 
 def is_drafter_folder(path: Path) -> bool:
@@ -93,6 +94,21 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
     Raises:
         ValueError: when the folder is broken, or the drafter was made for another target.
     """
+    drafter: Any = _load(folder, target)
+    drafter.folder, drafter.priors = folder, read_priors(folder)
+    return cast(Drafter, drafter)
+
+
+def read_priors(folder: Path) -> dict[str, Any]:
+    """What its rounds brought (`train/prior.py`), by the name of the drafter that it is, or is a part of; {}: unknown."""
+    try:
+        found = json.loads((folder / PRIOR).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _load(folder: Path, target: PreTrainedModel) -> Drafter:
     if read_config(folder, target)["drafter"] == "table":
         return TableDrafter(NgramTable(folder / "model.safetensors"))
     borrowed = target.get_input_embeddings(), target.get_output_embeddings()

@@ -35,6 +35,7 @@ class _Growth:
     chain: list[int]  # pending nodes that lead to the root, the root last
     trials: dict[int, list[Trial]] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
+    read: int = 1  # tokens of the text that were fed first
     wanted: dict[int, int] = field(default_factory=dict)  # fed nodes of the frontier -> how many children they get
     scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, where the shape asks for it
 
@@ -49,6 +50,8 @@ class _Growth:
             floor = shape.floor(max(scores, default=0.0))
             every = zip(self.frontier, counts, scores)
             self.wanted = {node: count for node, count, score in every if count and score >= floor}
+            if shape.enough and sum(math.exp(self.scores[node]) for node in self.wanted) < shape.enough:
+                self.wanted = {}
         return list(self.wanted)
 
 
@@ -111,6 +114,7 @@ class LMDraftState:
                     for c, o, f in zip(contexts, self.offsets, full)
                 ]
                 self.state = self._prefill(contexts)
+        read = [len(c) - o - n for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
         while True:
             behind = [self._known(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
             chunk = [row[:CATCH_UP] for row in behind]
@@ -123,8 +127,8 @@ class LMDraftState:
                 [range(len(row) if len(rest) > CATCH_UP else len(row) - 1) for row, rest in zip(chunk, behind)]
             )
         self.growths = [
-            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))))
-            for context, row in zip(contexts, chunk)
+            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=count)
+            for context, row, count in zip(contexts, chunk, read)
         ]
         return logits[torch.arange(len(chunk)), torch.tensor([len(row) - 1 for row in chunk])]
 
@@ -220,7 +224,8 @@ class LMDraftState:
     def _finish(self, growth: _Growth, shape: Shape) -> Draft:
         if shape.budget and growth.tree.drafted > shape.budget:
             _prune(growth, shape.budget)
-        return Draft(growth.tree, growth.trials)
+        beliefs = {} if shape.budget else {node: math.exp(score) for node, score in growth.scores.items() if node}
+        return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=growth.read + len(growth.fed) - 1)
 
     # -- the verdict -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from outrider.bench.report import MethodReport, Run, SpeedReport
 from outrider.bench.runner import Method, run_speed
 from outrider.bench.tasks import Prompt, load_task, parse_tasks
 from outrider.drafters.base import Drafter
+from outrider.drafters.catalog import parts
 from outrider.models.protocol import TreeModel
 from outrider.train.prompts import is_held_out, prompt_text
 from outrider.train.walks import MEMBERS, Walk, Watched, calibration, membership
@@ -40,12 +41,6 @@ def pass_seconds(engine: Engine, ids: list[int], nodes: int, repeats: int = 9) -
         state.commit([[0]])
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
-
-
-def parts(drafter: Any) -> list[Any]:
-    """The drafters that a merged one or a cascade is made of."""
-    inner = getattr(drafter, "drafters", None)
-    return [drafter] if inner is None else [part for one in inner for part in parts(one)]
 
 
 def state_bytes(drafter: Drafter, ids: list[int], room: int) -> tuple[int, int]:

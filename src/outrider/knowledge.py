@@ -1,0 +1,92 @@
+"""What the rounds of a pair have told: acceptance, what beliefs are worth, how many levels are drafted; also as plain data.
+
+Plain data comes from files, so it is read as if it might be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.clocks import Clocks
+from outrider.cost import Acceptance
+from outrider.rounds import Walked
+from outrider.stopping import Calibration, Going, Table
+
+
+class Knowledge:
+    """Acceptance by depth and rank, calibration, and levels. Weights are the caller's."""
+
+    def __init__(self) -> None:
+        self.acceptance, self.calibration, self.going = Acceptance(), Calibration(), Going()
+
+    def see(self, row: Walked, weight: float = 1.0) -> None:
+        """Count a walk."""
+        self.acceptance.see(row, weight)
+        self.calibration.see(row, weight)
+        self.going.see(row, weight)
+
+    def scale(self, factor: float) -> None:
+        """Let all that was seen weigh `factor` times as much."""
+        self.acceptance.scale(factor)
+        self.calibration.scale(factor)
+        self.going.scale(factor)
+
+    def _tables(self) -> dict[str, Table]:
+        return {"kept": self.calibration.kept, "on": self.calibration.on, "going": self.going.table}
+
+    def _counts(self) -> dict[str, list[float]]:
+        """Every row of counts by its name."""
+        acceptance, rows = self.acceptance, dict[str, list[float]]()
+        rows |= {"all_tries": acceptance.all_tries, "all_hits": acceptance.all_hits}
+        for depth in range(len(acceptance.tries)):
+            rows |= {f"tries.{depth}": acceptance.tries[depth], f"hits.{depth}": acceptance.hits[depth]}
+        for name, table in self._tables().items():
+            rows |= {f"{name}.tries": table.tries, f"{name}.hits": table.hits}
+        return rows
+
+
+def to_data(knowledge: Knowledge, clocks: Clocks, unit: float = 1.0) -> dict[str, Any]:
+    """All of it as plain data for JSON.
+
+    Args:
+        unit: weight of one observation of now.
+    """
+    counts = {name: [value / unit for value in row] for name, row in knowledge._counts().items()}
+    return {"counts": counts, "clocks": clocks.state()}
+
+
+def from_data(data: Mapping[str, Any]) -> tuple[Knowledge, dict[str, list[float]]]:
+    """What `to_data` wrote: knowledge, and what `Clocks.restore` takes.
+
+    Raises:
+        ValueError: when it is no such thing.
+    """
+    counts, clocks = _part(data, "counts"), _part(data, "clocks")
+    found = Knowledge()
+    for name, row in found._counts().items():
+        row[:] = _checked(counts.get(name), len(row), 1e-9 if name == "all_tries" else 0.0)
+    for name, row in found._counts().items():
+        tries = found._counts().get(name.replace("hits", "tries"), row)
+        if any(hit > tried * 1.0001 for hit, tried in zip(row, tries)):
+            raise ValueError("its numbers do not fit each other")
+    times = {name: _checked(clocks.get(name), size, 0.0) for name, size in Clocks.SIZES.items()}
+    if not times["rounds"][1]:
+        raise ValueError("its numbers do not fit each other")
+    return found, times
+
+
+def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = data.get(name)
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{name} is no table")
+    return part
+
+
+def _checked(values: Any, size: int, least: float) -> Sequence[float]:
+    if not isinstance(values, list) or len(values) != size:
+        raise ValueError("a list has the wrong length")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 1e18:
+            raise ValueError(f"{value!r} is no such number")
+    return [float(value) for value in values]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from outrider import cli_bench, cli_plan, cli_train
+from outrider import cli_bench, cli_plan, cli_proof, cli_train
 from outrider.cli_options import (
     Budget,
     Device,
@@ -261,6 +261,7 @@ def doctor(
 
 cli_bench.register(app, bench)
 cli_plan.register(app, bench)
+cli_proof.register(bench)
 cli_train.register(app)
 
 

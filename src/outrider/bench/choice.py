@@ -1,7 +1,7 @@
 """How well "auto" chooses: against every fixed shape, task by task and over the mix, in one run that alternates.
 
-The best fixed shape of a task is known in hindsight only. What choosing can bring over the best single shape for the mix is bounded
-by the fastest fixed shape of each task, and of each prompt; both are reported, so that a small gain can be told from a bad choice.
+The best fixed shape of a task is known in hindsight only. What choosing can bring over the best single shape for the mix is
+bounded by the fastest fixed shape of each task, and of each prompt: both are reported, to tell a small room from a bad choice.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ class Choice:
 
     def _line(self, names: Sequence[str], task: str | None) -> dict[str, Any]:
         speeds = {name: self.speed(name, task) for name in names}
-        return {"best_fixed": self.best_fixed(task), "auto_over_best_fixed": self.ratio(task), "tokens_per_second": speeds}
+        return {
+            "best_fixed": self.best_fixed(task),
+            "auto_over_best_fixed": self.ratio(task),
+            "tokens_per_second": speeds,
+        }
 
 
 def measure_choice(

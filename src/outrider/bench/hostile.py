@@ -1,12 +1,13 @@
 """Never slower: what "auto" costs where speculation cannot pay, against plain decoding in turns, each time from a cold start.
 
-Hostile are texts that no drafter foresees, a drafter that is always wrong at no cost, one that is wrong at its usual cost, and one
-that takes as long as it is told to.
+Hostile are texts that no drafter foresees, a drafter that is always wrong at no cost, one that is wrong at its usual cost,
+and one that takes as long as it is told to.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from outrider.verify import Draft, Verdict
 if TYPE_CHECKING:
     from outrider.api import Engine
 
+RANDOM = 3.0  # temperature at which a text is anybody's guess
 PROMISE = 0.97  # least speed of "auto" over plain decoding
 Clock = Callable[[], float]
 Tell = Callable[[int, int, str], None]
@@ -138,11 +140,12 @@ class SpoiledState:
 
 @dataclass
 class Case:
-    """One kind of hostility: who drafts, on which prompts, and the runs of both ways, in turns."""
+    """One kind of hostility: who drafts, on which prompts, at which temperature, and the runs of both ways, in turns."""
 
     name: str
     drafter: Drafter
     prompts: list[list[int]]
+    temperature: float = 0.0
     plain: list[Run] = field(default_factory=list)
     auto: list[Run] = field(default_factory=list)
 
@@ -166,7 +169,13 @@ class Case:
         """Figures of both ways, and where the time went."""
         stages = {stage: self.lost(stage) for stage in STAGES}
         speeds = {"auto": _rate(self.auto), "plain": _rate(self.plain)}
-        return {"case": self.name, "ratio": self.ratio, "drafted": self.drafted, "lost": stages, "tokens_per_second": speeds}
+        return {
+            "case": self.name,
+            "ratio": self.ratio,
+            "drafted": self.drafted,
+            "lost": stages,
+            "tokens_per_second": speeds,
+        }
 
 
 STAGES = ("prefill", "draft", "verify", "commit")
@@ -198,7 +207,7 @@ def hostile_cases(engine: Engine, prompts: list[list[int]], delay: float, seed: 
         raise ValueError(f"a delay of {delay:g} s is impossible; give 0 or more")
     own, vocab = engine.drafter, engine.target.vocab
     return [
-        Case("random text", own, random_prompts(vocab, len(prompts), seed=seed)),
+        Case("random text", own, random_prompts(vocab, len(prompts), seed=seed), RANDOM),
         Case("always wrong, free", Guessing(vocab), prompts),
         Case("always wrong, at its usual cost", Spoiled(own, vocab, shift=1), prompts),
         Case(f"slow: {delay * 1e3:g} ms more a level", Spoiled(own, vocab, delay=delay), prompts),
@@ -210,7 +219,6 @@ def measure_hostile(
     cases: list[Case],
     max_new_tokens: int = 256,
     *,
-    temperature: float = 0.0,
     seed: int = 0,
     clock: Clock = time.perf_counter,
     tell: Tell = lambda done, total, what: None,
@@ -220,8 +228,7 @@ def measure_hostile(
     Raises:
         ValueError: when a drafter changed a text in float32.
     """
-    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens}
-    options["eos_token_id"] = None
+    options: dict[str, Any] = {"seed": seed, "max_new_tokens": max_new_tokens, "eos_token_id": None}
     done, total = 0, 2 * sum(len(case.prompts) for case in cases)
     for case in cases:
         _continue(engine, case, case.prompts[0], "auto", options, clock)  # warm-up, not counted
@@ -235,9 +242,10 @@ def measure_hostile(
 
 def _continue(engine: Engine, case: Case, ids: list[int], way: str, options: dict[str, Any], clock: Clock) -> Run:
     drafter = case.drafter if way == "auto" else None
-    with engine.drafting(drafter):
+    with engine.drafting(drafter), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that these drafters are useless is known
         start = clock()
-        result = engine.generate(ids, shape=make_controller("auto", drafter), **options)
+        result = engine.generate(ids, shape=make_controller("auto", drafter), temperature=case.temperature, **options)
         seconds = clock() - start
     return Run(list(result.token_ids), seconds, result.stats.seconds["prefill"], result.stats)
 
@@ -251,5 +259,7 @@ def render(cases: Sequence[Case], console: Console) -> None:
     for case in cases:
         ratio = f"{case.ratio:.3f}" if case.ratio >= PROMISE else f"[red]{case.ratio:.3f}[/red]"
         lost = [f"{case.lost(stage):+.1%}" for stage in STAGES]
-        table.add_row(case.name, ratio, f"{_rate(case.auto):.1f}", f"{_rate(case.plain):.1f}", f"{case.drafted:.0%}", *lost)
+        table.add_row(
+            case.name, ratio, f"{_rate(case.auto):.1f}", f"{_rate(case.plain):.1f}", f"{case.drafted:.0%}", *lost
+        )
     console.print(table)

@@ -192,7 +192,8 @@ class Plan:
 
 def plan(engine: Engine, measured: Measured, changes: Sequence[Change] = ()) -> Plan:
     """From what was measured to what to expect."""
-    arms = default_arms(engine.drafter) if engine.drafter else []
+    # as measured: branches that end early, and lookups that go deeper than the shape, are for the rounds to find
+    arms = [arm.adapting(0.0, 0) for arm in default_arms(engine.drafter)] if engine.drafter else []
     ranking = Model(measured).ranking(arms)
     rate, factor = break_even_acceptance(measured), break_even_draft(measured, arms)
     speculate = ranking[0].speedup >= WORTH

@@ -45,7 +45,7 @@ class Drafter(Protocol):
     """Proposes tokens; may hold a model, an index, or nothing.
 
     A drafter with an attribute `taps` (layers of the target) gets their outputs through `FeatureDraftState.see`. One with
-    `priors` (by the name of the drafter that it is, or is a part of) says what its rounds brought elsewhere; see `train/prior.py`.
+    `priors` (by the name of the drafter that it is, or is a part of) says what its rounds brought elsewhere (`train/prior.py`).
     """
 
     name: str

@@ -1,0 +1,129 @@
+"""How good a plan is: tokens per second that `plan` predicts for a pair, against those of a run, on other prompts.
+
+Measuring and running take turns over the pairs, so that a machine that drifts drifts for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.choice import rate
+from outrider.bench.plan import plan
+from outrider.bench.probe import measure
+from outrider.bench.report import Run
+from outrider.drafters.base import Drafter
+from outrider.tree import OFF
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+    from outrider.bench.tasks import Prompt
+
+PROMISE = 0.10  # most that a prediction may be off
+Tell = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A shape of a pair: tokens per second after the prompt as predicted, and as they were.
+
+    Args:
+        speedup: predicted and measured, over plain decoding.
+    """
+
+    drafter: str
+    shape: str
+    predicted: float
+    measured: float
+    speedup: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        """Share by which the prediction is too high."""
+        return self.predicted / self.measured - 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        predicted, measured = self.speedup
+        speeds = {"predicted": self.predicted, "measured": self.measured, "error": self.error}
+        return {
+            "drafter": self.drafter,
+            "shape": self.shape,
+            **speeds,
+            "speedup": {"predicted": predicted, "measured": measured, "error": predicted / measured - 1.0},
+        }
+
+
+def split(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to measure on, and prompts to run: every other one of each task.
+
+    Raises:
+        ValueError: when one side is empty.
+    """
+    sides: tuple[list[Prompt], list[Prompt]] = [], []
+    seen: dict[str, int] = {}
+    for prompt in prompts:
+        seen[prompt.task] = seen.get(prompt.task, 0) + 1
+        sides[(seen[prompt.task] - 1) % 2].append(prompt)
+    if not all(sides):
+        raise ValueError("half of the prompts are measured and half are run; give two of a task or more")
+    return sides
+
+
+def forecast(
+    engine: Engine,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Prompt],
+    *,
+    seconds: float = 40.0,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    tell: Tell = lambda done, total, what: None,
+) -> list[Forecast]:
+    """Plan every pair, then run its fastest shape and plain decoding, in turns.
+
+    Raises:
+        ValueError: without drafters, or when a plan cannot be made.
+    """
+    if not drafters:
+        raise ValueError("there is no pair to plan; give one drafter or more")
+    measuring, running = split(prompts)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    found = list[Forecast]()
+    for number, (name, drafter) in enumerate(drafters.items()):
+        tell(number, len(drafters), name)
+        with engine.drafting(drafter):
+            ranking = plan(engine, measure(engine, measuring, seconds=seconds, **options)).ranking
+            best = next(one for one in ranking if one.shape.depth)
+            off = next(one for one in ranking if not one.shape.depth)
+            runs: dict[str, list[Run]] = {OFF.name: [], best.shape.name: []}
+            for i, prompt in enumerate(running):
+                for shape in list(runs) if i % 2 else list(runs)[::-1]:
+                    runs[shape].append(_run(engine, prompt.encode(engine), shape, options))
+        plain, fast = (rate(runs[one.shape.name]) for one in (off, best))
+        found.append(Forecast(name, OFF.name, off.tokens_per_second, plain, (1.0, 1.0)))
+        found.append(Forecast(name, best.shape.name, best.tokens_per_second, fast, (best.speedup, fast / plain)))
+    return found
+
+
+def _run(engine: Engine, ids: list[int], shape: str, options: dict[str, Any]) -> Run:
+    result = engine.generate(ids, shape=shape, **options)
+    seconds = result.stats.seconds
+    return Run(list(result.token_ids), seconds["total"], seconds["prefill"], result.stats)
+
+
+def render(found: Sequence[Forecast], console: Console) -> None:
+    """One row per pair and shape."""
+    table = Table(title=f"planned and run; promised: within {PROMISE:.0%}")
+    for name in ("drafter", "shape", "predicted tok/s", "measured tok/s", "off by", "predicted speed-up", "measured"):
+        table.add_column(name, justify="left" if name in ("drafter", "shape") else "right")
+    for one in found:
+        error = f"{one.error:+.1%}" if abs(one.error) <= PROMISE else f"[red]{one.error:+.1%}[/red]"
+        speedup = [f"{value:.2f}x" for value in one.speedup]
+        table.add_row(one.drafter, one.shape, f"{one.predicted:.1f}", f"{one.measured:.1f}", error, *speedup)
+    console.print(table)

@@ -1,0 +1,156 @@
+"""Commands that hold promises about tuning to account: `bench choice`, `bench hostile`, `bench forecast`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.bench.choice import SHAPES
+from outrider.cli_options import (
+    Device,
+    DrafterName,
+    DType,
+    Json,
+    Target,
+    Threads,
+    Trust,
+    load_drafters,
+    load_pair,
+    load_target,
+    print_json,
+    write_json,
+)
+
+Tasks = Annotated[str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")]
+HeldOut = Annotated[
+    bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(help="Seed when sampling, and of random prompts.")]
+Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")]
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (choice, hostile, forecast):
+        bench.command()(command)
+
+
+def _prompts(tasks: str, limit: int, held_out: bool = False) -> list[Any]:
+    from outrider.bench.tasks import load_tasks
+    from outrider.train.evaluate import held_out_prompts
+
+    return held_out_prompts(tasks, limit) if held_out else load_tasks(tasks, limit)
+
+
+def _told(value: dict[str, Any], out: Path | None, json: bool) -> bool:
+    """Write the JSON where it is wanted; whether people are still to be told."""
+    if out is not None:
+        write_json(value, out)
+    if json:
+        print_json(value)
+    return not json
+
+
+def choice(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Tasks = "humaneval,gsm8k,mtbench,copy",
+    held_out: HeldOut = False,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    shapes: Annotated[str, typer.Option(help="Fixed shapes, joined by commas.")] = SHAPES,
+    repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    out: Out = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare "auto" with the best fixed shape of each task in hindsight, and with the best single one for the mix."""
+    from outrider.bench.choice import measure_choice, render
+    from outrider.bench.runner import parse_methods
+    from outrider.progress import progress
+
+    prompts = _prompts(tasks, limit, held_out)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("bench choice", quiet=json) as tell:
+        options: dict[str, Any] = {"repeat": repeat, "temperature": temperature, "seed": seed, "progress": tell}
+        found = measure_choice(engine, prompts, parse_methods(shapes), max_new_tokens, **options)
+    if _told(found.to_json(), out, json):
+        render(found, Console())
+
+
+def hostile(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Tasks = "mtbench,gsm8k",
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 256,
+    delay: Annotated[
+        float, typer.Option(help="Milliseconds that the slow drafter takes longer for every level.")
+    ] = 30.0,
+    seed: Seed = 0,
+    out: Out = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Show what "auto" costs where speculation cannot pay: random text, drafters that are always wrong, or slow."""
+    from outrider.bench.hostile import PROMISE, hostile_cases, measure_hostile, render
+    from outrider.bench.report import provenance
+    from outrider.bench.runner import engine_facts
+    from outrider.progress import progress
+
+    prompts = _prompts(tasks, limit)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    cases = hostile_cases(engine, [prompt.encode(engine) for prompt in prompts], delay / 1e3, seed)
+    with progress("bench hostile", quiet=json) as tell:
+        measure_hostile(engine, cases, max_new_tokens, seed=seed, tell=tell)
+    value = {"promise": PROMISE, "cases": [case.to_json() for case in cases]}
+    if _told(value | {"provenance": provenance() | engine_facts(engine)}, out, json):
+        render(cases, Console())
+
+
+def forecast(
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="As for `plan`; repeatable. Default: ngram>head, head, table.")
+    ] = None,
+    target: Target = "smollm2-135m",
+    tasks: Tasks = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int, typer.Option(help="Prompts of each task; half are measured, half are run.")] = 12,
+    seconds: Annotated[float, typer.Option(help="Time for measuring a pair.")] = 40.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    out: Out = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Compare what `plan` predicts for some pairs with what they then do, on other prompts."""
+    from outrider.bench.forecast import PROMISE, render
+    from outrider.bench.forecast import forecast as compare
+    from outrider.bench.report import provenance
+    from outrider.bench.runner import engine_facts
+    from outrider.progress import progress
+
+    prompts = _prompts(tasks, limit)
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    drafters = load_drafters(engine, drafter or ["ngram>head", "head", "table"], trust_remote_code)
+    with progress("bench forecast", quiet=json) as tell:
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        found = compare(engine, drafters, prompts, seconds=seconds, tell=tell, **options)
+    value = {"promise": PROMISE, "pairs": [one.to_json() for one in found]}
+    if _told(value | {"provenance": provenance() | engine_facts(engine)}, out, json):
+        render(found, Console())

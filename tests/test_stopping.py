@@ -195,8 +195,8 @@ def test_a_walk_tells_levels_feeds_and_beliefs() -> None:
 def test_a_level_is_left_out_where_its_parents_are_too_improbable_together() -> None:
     """Random models believe nothing strongly: with a high threshold one level is drafted, with a low one all are."""
     made = Engine(tiny("llama"), None, "llama", lm("llama", 1))
-    few = made.generate(PROMPT, shape="chain4@0/0.9", max_new_tokens=NEW).stats
-    all_ = made.generate(PROMPT, shape="chain4@0/0.000001", max_new_tokens=NEW).stats
+    few = made.generate(PROMPT, shape="chain4+0.9", max_new_tokens=NEW).stats
+    all_ = made.generate(PROMPT, shape="chain4+0.000001", max_new_tokens=NEW).stats
     assert few.drafted <= 1.5 * few.rounds and all_.drafted > 2 * all_.rounds
 
 
@@ -212,19 +212,27 @@ def test_learned_stops_never_show_in_the_text(key: str) -> None:
 def test_rows_of_a_batch_end_where_each_of_them_wants() -> None:
     rows = [PROMPT, [*PROMPT, 3, 9], PROMPT[:4]]
     results = Engine(tiny("llama"), None, "llama", lm("llama", 1)).generate(
-        [list(r) for r in rows], shape="2x2x1x1@0.01/0.05", max_new_tokens=NEW
+        [list(r) for r in rows], shape="2x2x1x1@0.01+0.05", max_new_tokens=NEW
     )
     for row, result in zip(rows, results):
         assert result.token_ids == expected("llama", list(row), max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize("text", ["chain4@0.05/0.2", "2x2x1@0/0.3~9", "tree:0,0.0,1@0.1/0.25"])
+@pytest.mark.parametrize("text", ["chain4@0.05+0.2", "2x2x1+0.3~9", "tree:0,0.0,1@0.1/20+0.25"])
 def test_a_shape_with_stops_is_written_as_it_is_named(text: str) -> None:
     shape = parse_shape(text)
     assert shape.name == text and parse_shape(shape.name) == shape and shape.enough
 
 
-@pytest.mark.parametrize("text", ["best12@0.1/0.2", "chain4@0.1/", "chain4@0.1/2", "chain4/0.2"])
+@pytest.mark.parametrize("text", ["best12@0.1+0.2", "chain4@0.1+", "chain4+2", "chain4/0.2"])
 def test_stops_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"shape|levels"):
         parse_shape(text)
+
+
+def test_rows_draft_their_levels_together() -> None:
+    """The longest row sets the time; a row that found nothing to draft does not."""
+    shape, nothing = parse_shape("chain6"), Walked((), 0, True, 0, False)
+    short, long = (Walked((), 1, False, levels, False, levels, True, levels) for levels in (2, 4))
+    assert Round(shape, [short, long, nothing]).levels == 4
+    assert Round(shape, [nothing]).levels == 6, "who found nothing may have looked for it as long as for all"

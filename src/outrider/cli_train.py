@@ -1,4 +1,4 @@
-"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. They read options, call `train`, and print."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. Each reads options, calls `train`, prints."""
 
 from __future__ import annotations
 

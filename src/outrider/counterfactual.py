@@ -112,11 +112,11 @@ class Counterfactual:
         self.arms: dict[str, _Arm] = {}
         for arm in arms:
             if arm.depth:
-                self._add(arm.adapting(0.0, arm.reach))
+                self._add(arm.adapting(0.0, arm.reach, arm.within))
 
-    def _add(self, shape: Shape) -> _Arm:
+    def _add(self, shape: Shape, rounds: float = BELIEVED) -> _Arm:
         arm = self.arms[shape.name] = _Arm(shape)
-        arm.weight = arm.emitted = arm.open[0, 0, 0] = BELIEVED * self.unit
+        arm.weight = arm.emitted = arm.open[0, 0, 0] = rounds * self.unit
         arm.nodes = arm.weight * shape.nodes
         arm.levels = arm.weight * self._levels(shape)
         arm.expect(self.chances)
@@ -295,7 +295,7 @@ class Counterfactual:
         """
         knowledge, times = from_data(state)
         self.clocks.restore(**times)
-        self._begin_with(knowledge)
+        self._begin_with(knowledge, BELIEVED)
 
     def believe(self, prior: Mapping[str, Any]) -> None:
         """Begin with what was measured elsewhere, on other prompts and perhaps another machine: it is worth a few rounds, and
@@ -307,13 +307,13 @@ class Counterfactual:
         knowledge, times = from_data(prior)
         knowledge.scale(min(1.0, TRUST / max(times["rounds"][2], 1.0)))
         self.clocks.believe(times, TRUST)
-        self._begin_with(knowledge)
+        self._begin_with(knowledge, TRUST)
         for arm in self.arms.values():
             arm.known = TRUST * self.unit
 
-    def _begin_with(self, knowledge: Knowledge) -> None:
+    def _begin_with(self, knowledge: Knowledge, rounds: float) -> None:
         self.knowledge = knowledge
         self.chances, self.going = knowledge.acceptance.chances(), knowledge.going.chances()
         for shape in [arm.shape for arm in self.arms.values()]:
-            self._add(shape)
+            self._add(shape, rounds)
         self._regrow()

@@ -69,7 +69,7 @@ class Round:
     @property
     def levels(self) -> int:
         """Steps of drafting: rows take them together."""
-        return max((self.shape.depth if row.levels is None else row.levels for row in self.rows), default=0)
+        return max((row.levels for row in self.rows if row.levels is not None), default=self.shape.depth)
 
     @property
     def fed(self) -> int:

@@ -70,7 +70,7 @@ def learner(shape: str = "chain8@0.05") -> Counterfactual:
     return Counterfactual([parse_shape(shape)])
 
 
-def best_fixed(drafter: Drafter, rounds: int = 4000) -> float:
+def best_fixed(drafter: Drafter, rounds: int = 2500) -> float:
     """Over thresholds, in hindsight."""
     frame = parse_shape("chain8")
     grid = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
@@ -84,7 +84,7 @@ def test_the_threshold_learned_is_nearly_as_fast_as_the_best_in_hindsight(
 ) -> None:
     drafter, controller = Drafter(truth, level), learner()
     drafter.play(controller, 300)
-    speed, _ = drafter.play(controller, 3000, seed=9)
+    speed, _ = drafter.play(controller, 2500, seed=9)
     assert speed > 0.96 * max(best_fixed(drafter), 1.0)
 
 
@@ -104,7 +104,7 @@ def test_dear_levels_end_sooner_and_so_do_a_boasters() -> None:
 def test_it_follows_a_drafter_whose_beliefs_change_their_worth() -> None:
     """A text of another kind: within a hundred rounds the new threshold is nearly as fast as the best one for it."""
     controller = learner()
-    for truth in (honest, boastful, modest, boastful):
+    for truth in (honest, boastful, modest):
         drafter = Drafter(truth, 0.1)
         drafter.play(controller, 400, seed=1)
         drafter.play(controller, 100, seed=2)

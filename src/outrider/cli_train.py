@@ -1,4 +1,4 @@
-"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. Each reads options, calls `train`, prints."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. They read options and call `train`."""
 
 from __future__ import annotations
 

@@ -203,8 +203,9 @@ class Counterfactual:
         self.unit /= self.discount
         if self.unit > LARGEST_UNIT:
             factor = 1.0 / self.unit
-            for one in (self.knowledge, self.off, *self.arms.values()):
-                one.scale(factor)
+            self.knowledge.scale(factor)
+            for arm in (self.off, *self.arms.values()):
+                arm.scale(factor)
             self.unit = 1.0
 
     def _hear(self, done: Round) -> None:

@@ -5,7 +5,7 @@ Plain data comes from files, so it is read as if it might be anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.clocks import Clocks
@@ -83,7 +83,7 @@ def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part
 
 
-def _checked(values: Any, size: int, least: float) -> Sequence[float]:
+def _checked(values: Any, size: int, least: float) -> list[float]:
     if not isinstance(values, list) or len(values) != size:
         raise ValueError("a list has the wrong length")
     for value in values:

@@ -61,7 +61,7 @@ def measure_prior(
     listening = Listening([parse_shape(name).adapting(LEAST, reach) for name in SHAPES])
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), "measuring")
-        options = {"temperature": 0.7 * (number % 2), "seed": number, "max_new_tokens": max_new_tokens}
+        options: dict[str, Any] = {"temperature": 0.7 * (number % 2), "seed": number, "max_new_tokens": max_new_tokens}
         engine.generate(prompt.encode(engine), shape=listening, **options)
     if listening.clocks.asked < FEWEST or not listening.clocks.weight:
         raise ValueError("too few rounds were drafted to tell anything; give more prompts or more tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.bench.plan import (
     parse_change,
     plan,
 )
-from outrider.bench.probe import PROBES, Measured, Probing, in_turns, measure, typical
+from outrider.bench.probe import PROBES, Measured, Probing, _rising, in_turns, measure, typical
 from outrider.bench.regret import Seconds, compare, play, record, regret_plot, synthetic
 from outrider.bench.tasks import Prompt
 from outrider.cli import app
@@ -51,6 +52,16 @@ def test_the_predicted_speed_of_any_shape_is_that_of_a_run(law: tuple[float, ...
     predicted = Model(measured(law)).predict(parse_shape(shape))
     done = play(Fixed(parse_shape(shape)), [synthetic([(6000, law)], 7)], Seconds(), 7)
     assert predicted.tokens_per_second == pytest.approx(done.tokens / done.total, rel=0.1)
+
+
+def test_no_measured_pass_is_lost_on_the_way_to_the_curve() -> None:
+    """The last few passes join the group before them; once they took its place, and curves bent or could not be read."""
+    chance = random.Random(0)
+    for _ in range(200):
+        nodes = sorted(chance.choice((1, 2, 3, 4, 8, 15, 26)) for _ in range(chance.randint(1, 40)))
+        points = _rising([(0, 1.0)], [(count, 1.0 + 0.1 * count) for count in nodes])
+        places = [x for x, _ in points]
+        assert places == sorted(set(places)) and all(y == pytest.approx(1.0 + 0.1 * x, abs=0.06) for x, y in points)
 
 
 def test_the_shape_on_top_is_really_the_best_of_those_compared() -> None:

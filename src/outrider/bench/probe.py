@@ -100,7 +100,8 @@ def _rising(plain: Sequence[tuple[int, float]], drafted: Sequence[tuple[int, flo
             groups.append([])
         groups[-1].append(point)
     if len(groups) > 2 and len(groups[-1]) < GROUP:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     blocks: list[tuple[float, list[list[tuple[int, float]]]]] = []  # seconds, and the groups that share them
     for group in groups:
         blocks.append((typical([seconds for _, seconds in group]), [group]))

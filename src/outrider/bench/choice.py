@@ -21,7 +21,7 @@ SHAPES = "chain1,chain2,chain4,chain7,2x2x1,3x2x1x1,chain2@0.08~15,chain4@0.08~1
 
 def rate(runs: Sequence[Run]) -> float:
     """Tokens per second after the prompts were read."""
-    seconds = sum(run.seconds - (run.prefill_seconds or 0.0) for run in runs)
+    seconds = sum(run.seconds - run.stats.seconds["prefill"] for run in runs)
     return sum(len(run.token_ids) for run in runs) / seconds if seconds > 0 else 0.0
 
 

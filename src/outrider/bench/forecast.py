@@ -113,8 +113,7 @@ def forecast(
 
 def _run(engine: Engine, ids: list[int], shape: str, options: dict[str, Any]) -> Run:
     result = engine.generate(ids, shape=shape, **options)
-    seconds = result.stats.seconds
-    return Run(list(result.token_ids), seconds["total"], seconds["prefill"], result.stats)
+    return Run(list(result.token_ids), result.stats.seconds["total"], stats=result.stats)
 
 
 def render(found: Sequence[Forecast], console: Console) -> None:

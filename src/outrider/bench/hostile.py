@@ -247,7 +247,7 @@ def _continue(engine: Engine, case: Case, ids: list[int], way: str, options: dic
         start = clock()
         result = engine.generate(ids, shape=make_controller("auto", drafter), temperature=case.temperature, **options)
         seconds = clock() - start
-    return Run(list(result.token_ids), seconds, result.stats.seconds["prefill"], result.stats)
+    return Run(list(result.token_ids), seconds, stats=result.stats)
 
 
 def render(cases: Sequence[Case], console: Console) -> None:

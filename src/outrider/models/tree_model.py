@@ -33,7 +33,7 @@ from outrider.models.taps import tapping
 PREFILL_CHUNK = 1024
 NODES = 32  # that buffers of recurrent states hold before they grow
 # Rare node counts cost: oneDNN builds a kernel for every new number of rows. A few sizes are enough.
-NODE_BUCKETS = (1, 4, 8, 12, 16, 24, 32, 48, 64)
+NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Unsupported(Exception):

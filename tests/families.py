@@ -8,6 +8,8 @@ import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
+from devices import DEVICE
+
 VOCAB = 48
 COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 ATTENTION = {
@@ -217,17 +219,18 @@ RECURRENT = FAMILIES[FAMILIES.index("mamba") :]
 
 @functools.cache
 def tiny(family: str, seed: int = 0, vocab: int = VOCAB, scale: float = 8.0) -> PreTrainedModel:
-    """A random model of the family whose laws are peaked enough that greedy decoding has no near ties."""
-    torch.manual_seed(seed)
-    config = {**_configs(), **_more_configs()}[family](**{**COMMON, "vocab_size": vocab})
-    config.tie_word_embeddings = False
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        # default inits barely mix tokens; larger matrices make every layer matter to the next token
-        if parameter.ndim >= 2 and "conv1d" not in name and not name.endswith("A_log"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    head = model.get_output_embeddings()
-    head.weight.mul_(scale / 2)
-    model.generation_config.eos_token_id = None
-    return model
+    """A random model of the family whose laws are peaked enough that greedy decoding has no near ties, on `DEVICE`."""
+    with torch.device("cpu"):
+        torch.manual_seed(seed)
+        config = {**_configs(), **_more_configs()}[family](**{**COMMON, "vocab_size": vocab})
+        config.tie_word_embeddings = False
+        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            # default inits barely mix tokens; larger matrices make every layer matter to the next token
+            if parameter.ndim >= 2 and "conv1d" not in name and not name.endswith("A_log"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+        head = model.get_output_embeddings()
+        head.weight.mul_(scale / 2)
+        model.generation_config.eos_token_id = None
+    return model.to(DEVICE)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from devices import DEVICE
 from families import VOCAB, tiny
 from outrider.api import Engine
 from outrider.controller import Fixed
@@ -262,7 +263,7 @@ def run(target: Any, drafter: Any, prompts: Sequence[Sequence[int]], shape: Any,
     eos = options.eos_ids([])
     rows = []
     for i, prompt in enumerate(prompts):
-        sampler = Sampler(options, options.seed or 0, len(prompt), eos, target.vocab)
+        sampler = Sampler(options, options.seed or 0, len(prompt), eos, target.vocab, DEVICE)
         limit = target.context or len(prompt) + options.max_new_tokens
         rows.append(Row(i, list(prompt), sampler, options, eos, limit, None))
     return Run(target, drafter, Fixed(parse_shape(shape)), rows)

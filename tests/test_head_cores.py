@@ -24,6 +24,7 @@ from outrider.train.features import Example
 from outrider.train.kinds import graft
 from outrider.train.students import HeadStudent, new_head
 
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("on_device")]
 TAPS = (0, 1)
 DRAFTED = VOCAB - 8
 
@@ -205,7 +206,8 @@ def answers(target: Engine, count: int, length: int) -> list[Example]:
         prompt = [(7 * number + i * i) % VOCAB for i in range(4)]
         ids = prompt + target.generate(prompt, shape="off", max_new_tokens=length).token_ids
         hidden = target.target.begin([ids], 0, TAPS).features[0]
-        made.append(Example(torch.tensor(ids), len(prompt), 0.0, lambda hidden=hidden: hidden.clone()))
+        ids_T = torch.tensor(ids, device="cpu")  # examples come from files
+        made.append(Example(ids_T, len(prompt), 0.0, lambda hidden=hidden: hidden.to("cpu", copy=True)))
     return made
 
 

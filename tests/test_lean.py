@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from devices import DEVICE
 from families import tiny
 from outrider.models import lean
 from outrider.models.lean import LeanTreeModel
 from outrider.models.taps import tapping
 
+pytestmark = pytest.mark.any_device
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 PROMPT = [(5 * i + 2) % 48 for i in range(23)]
 
@@ -32,7 +34,7 @@ def test_a_prompt_in_pieces_is_the_prompt(family: str, chunk: int, monkeypatch: 
     found, _ = after(LeanTreeModel(model))
     for node, path in enumerate(([7], [7, 8], [7, 9])):
         with torch.inference_mode():
-            wanted = model(input_ids=torch.tensor([PROMPT + path])).logits[0, -1]
+            wanted = model(input_ids=torch.tensor([PROMPT + path], device=DEVICE)).logits[0, -1]
         torch.testing.assert_close(found[node], wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -42,7 +44,7 @@ def test_hidden_states_are_those_of_the_layers(family: str, monkeypatch: pytest.
     monkeypatch.setattr(lean, "PREFILL_CHUNK", 10)
     _, found = after(LeanTreeModel(model), (0, 1))
     with torch.inference_mode(), tapping(model, (0, 1)) as reader:
-        model(input_ids=torch.tensor([PROMPT]))
+        model(input_ids=torch.tensor([PROMPT], device=DEVICE))
     torch.testing.assert_close(found, reader.everything(), atol=2e-5, rtol=1e-4)
 
 

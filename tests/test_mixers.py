@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from devices import DEVICE
 from outrider.mixers import gated_delta, linear, selective, ssd
 from outrider.mixers.chains import heavy_light, plan
 
 J, R, K, V = 2, 3, 5, 4
 H = J * R
-CPU = torch.device("cpu")
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("on_device")]
 
 CHAIN = list(range(-1, 9))
 STAR = [-1, *[0] * 9]
@@ -67,8 +68,8 @@ def test_a_chain_is_one_chain_and_a_star_needs_two_waves() -> None:
     (chain,) = heavy_light(CHAIN)
     assert chain.nodes == list(range(10))
     assert [len(chain.nodes) for chain in heavy_light(STAR)] == [2, *[1] * 8]
-    assert len(plan([STAR], 0, 10, CPU).waves) == 2
-    assert len(plan([STAR], 0, 10, CPU, together=False).waves) == 9
+    assert len(plan([STAR], 0, 10, DEVICE).waves) == 2
+    assert len(plan([STAR], 0, 10, DEVICE, together=False).waves) == 9
 
 
 def test_nodes_of_earlier_calls_are_known_beginnings() -> None:
@@ -79,14 +80,14 @@ def test_nodes_of_earlier_calls_are_known_beginnings() -> None:
         (-1, [3], 0),
         (1, [4], 0),
     ]
-    assert plan([[2, 4, 4, -1, 1]], 4, 5, CPU).known == [(0, 1), (0, 2)]
+    assert plan([[2, 4, 4, -1, 1]], 4, 5, DEVICE).known == [(0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["chains", "serial"])
 @pytest.mark.parametrize("parents", [*TREES, [2, 4, 4, -1, 1]])
 def test_lanes_step_every_node_once_from_its_parents_state(parents: list[int], together: bool) -> None:
     start = 4 if parents[0] > 0 else 0
-    made = plan([parents, [-1]], start, len(parents), CPU, together)
+    made = plan([parents, [-1]], start, len(parents), DEVICE, together)
     bounds, steps = made.lanes.bounds_L2.tolist(), made.lanes.steps_X3.tolist()
     assert sorted(node for node, _, _ in steps) == [*range(len(parents)), len(parents)]
     kept = {slot: place for place, slot in made.slots.items() if place[1] < start}
@@ -137,11 +138,11 @@ def delta_masked(state: torch.Tensor, x: gated_delta.Inputs, rows: list[list[int
 
 
 def delta_chains(state: torch.Tensor, x: gated_delta.Inputs, rows: list[list[int]]) -> tuple[Any, Any]:
-    return gated_delta.chains(state, x, plan(rows, 0, x.q_BNJK.shape[1], CPU))
+    return gated_delta.chains(state, x, plan(rows, 0, x.q_BNJK.shape[1], DEVICE))
 
 
 def delta_serial(state: torch.Tensor, x: gated_delta.Inputs, rows: list[list[int]]) -> tuple[Any, Any]:
-    return gated_delta.chains(state, x, plan(rows, 0, x.q_BNJK.shape[1], CPU, together=False))
+    return gated_delta.chains(state, x, plan(rows, 0, x.q_BNJK.shape[1], DEVICE, together=False))
 
 
 DELTA_WAYS = {"masked": delta_masked, "chains": delta_chains, "serial": delta_serial}
@@ -182,7 +183,7 @@ def test_a_delta_tree_grown_in_calls_is_the_tree_in_one() -> None:
         factors = linear.Factors(k[:, :b], u[:, :b].clone(), g[:, :b])
         o, u[:, a:b] = gated_delta.masked(state, part, factors, seen([BUSHY])[:, :b, :b])
         close(o, whole[:, a:b])
-        made = plan([BUSHY[a:b]], a, b - a, CPU)
+        made = plan([BUSHY[a:b]], a, b - a, DEVICE)
         paths = [path_of(BUSHY, node) for _, node in made.known]
         rebuilt = [linear.after(state[0], k[0, path], u[0, path], g[0, path]) for path in paths]
         close(gated_delta.chains(torch.stack([state[0], *rebuilt]), part, made)[0], whole[:, a:b])
@@ -261,7 +262,7 @@ def test_every_node_of_a_tree_is_mamba_2_along_its_path(parents: list[int], way:
     if way == "masked":
         y = ssd.masked_groups(state, c, factors, seen(rows))
     else:
-        y = ssd.chains(state, c, factors, plan(rows, 0, nodes, CPU, together=way == "chains"))
+        y = ssd.chains(state, c, factors, plan(rows, 0, nodes, DEVICE, together=way == "chains"))
     assert torch.equal(state, before)
     assert torch.isfinite(y).all()
     for row, row_parents in enumerate(rows):
@@ -328,7 +329,7 @@ def test_every_node_of_a_tree_is_mamba_1_along_its_path(parents: list[int], way:
     if way == "masked":
         y = selective.masked(state, x.c_BNS, held, A, seen(rows))
     else:
-        y = selective.chains(state, x, A, plan(rows, 0, nodes, CPU, together=way == "chains"))
+        y = selective.chains(state, x, A, plan(rows, 0, nodes, DEVICE, together=way == "chains"))
     assert torch.equal(state, before)
     assert torch.isfinite(y).all()
     for row, row_parents in enumerate(rows):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from devices import DEVICE
 from families import FAMILIES, VOCAB, tiny
 from helpers import (
     DRAFTERS,
@@ -28,6 +29,7 @@ from outrider.drafters.oracle import OracleDrafter
 from outrider.rounds import Round
 from outrider.tree import Shape, parse_shape
 
+pytestmark = pytest.mark.any_device
 DEEP = ["llama", "gemma3", "qwen3_next", "mamba"]
 WIDE = [family for family in FAMILIES if family not in DEEP]
 TREES = [shape for shape in SHAPES if shape != "off"]
@@ -139,7 +141,8 @@ def test_a_branch_ends_exactly_where_its_path_becomes_improbable() -> None:
         tree = drafts[0].tree
         for node in range(len(tree)):
             path = tree.path_tokens(node)[1:]
-            logq = model(input_ids=torch.tensor([contexts[0] + path]), use_cache=False).logits[0].log_softmax(-1)
+            ids = torch.tensor([contexts[0] + path], device=DEVICE)
+            logq = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
             total = sum(float(logq[len(contexts[0]) - 1 + i, token]) for i, token in enumerate(path))
             assert total >= math.log(0.03) - 1e-4
             remaining = 8 - (len(contexts[0]) - len(PROMPT))
@@ -243,7 +246,7 @@ def test_every_child_a_drafter_proposes_is_what_its_law_says(family: str) -> Non
             for node in range(len(tree)):
                 children = [tree.tokens[child] for child in tree.children[node]]
                 if children:
-                    ids = torch.tensor([contexts[0] + tree.path_tokens(node)[1:]])
+                    ids = torch.tensor([contexts[0] + tree.path_tokens(node)[1:]], device=DEVICE)
                     best = model(input_ids=ids, use_cache=False).logits[0, -1].topk(len(children)).indices.tolist()
                     assert children == best, (shape, tree.path_tokens(node))
                     seen += 1

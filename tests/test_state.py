@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from devices import DEVICE
 from families import FAMILIES, RECURRENT, VOCAB, tiny
 from helpers import (
     PROMPT,
@@ -23,6 +24,7 @@ from helpers import (
 )
 from outrider.api import Engine
 
+pytestmark = pytest.mark.any_device
 # transformers clamps the time step of these from below in a prefill, but not in a cached step: for them the state is
 # compared with that of single steps behind the prompt
 CLAMPED = ("nemotron_h", "zamba2")
@@ -120,7 +122,7 @@ def test_keep_leaves_the_kept_rows_as_they_were(family: str) -> None:
         assert_same_tensors(committed_tensors(state, row), fresh(family, [*ids, 0], len(ids) - 2))
     logits = state.extend([[9], [9, 5]], [[-1], [-1, 0]])
     for row, ids in enumerate(([*PROMPTS[2], 16, 23, 9], [*PROMPTS[0], 4, 8, 9])):
-        wanted = tiny(family)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        wanted = tiny(family)(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0, -1]
         assert torch.allclose(logits[row, 0], wanted, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -167,7 +169,8 @@ def test_random_weights_give_states_that_matter(family: str) -> None:
     one, other = fresh(family, [3, 4, 5, 0]), fresh(family, [3, 7, 5, 0])
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(one, other))
     a, b = (
-        tiny(family)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in ([3, 4, 5], [3, 7, 5])
+        tiny(family)(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0, -1]
+        for ids in ([3, 4, 5], [3, 7, 5])
     )
     assert float((a - b).abs().max()) > 1e-2
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.controller import Controller
 from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
+from outrider.machine import settle
 from outrider.models.protocol import TreeModel
 from outrider.rounds import Round, walked
 from outrider.sequence import Piece, Sequence, alive
@@ -67,6 +68,7 @@ class Run:
                 self.drafting = self.drafter.begin([row.ids for row in self.rows], samplers, room)
                 if taps:
                     self._see(self.state.features)
+            settle(self.rows[0].sampler.device)
 
     @torch.inference_mode()
     def _round(self) -> list[Piece]:

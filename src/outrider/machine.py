@@ -37,3 +37,11 @@ def disk_bytes_read() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), None)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what it was given: only then does a clock tell what its work took. A CPU has at once."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    if device.type in ("cuda", "mps", "xpu"):
+        getattr(torch, device.type).synchronize()

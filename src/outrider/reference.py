@@ -30,9 +30,9 @@ def reference_generate(
     """
     ids = list(prompt)
     vocab = model.config.get_text_config().vocab_size
-    sampler = Sampler(options, seed, len(ids), eos, vocab)
+    sampler = Sampler(options, seed, len(ids), eos, vocab, model.device)
     for _ in range(options.max_new_tokens):
-        logits_V = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        logits_V = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
         ids.append(sampler.pick(ids, logits_V))
         if ids[-1] in eos:
             break

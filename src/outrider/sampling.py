@@ -165,30 +165,55 @@ class Sampler:
 
     def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
         """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
-        check_finite(logits_V)
-        highest, token = self.perturbed([ids], logits_V[None])[0].max(-1)
-        check_possible(highest)
-        return int(token)
+        return self._picked(logits_V[None], self.perturbed([ids], logits_V[None]))[0]
+
+    def _picked(self, logits_NV: Tensor, perturbed_NV: Tensor) -> list[int]:
+        """The best tokens of N rows. What they are and whether they are sound comes to the host in one copy.
+
+        Raises:
+            ValueError: for logits that no law can be made of, or where processors left no token.
+        """
+        highest_N, tokens_N = perturbed_NV.max(-1)
+        raw_N = highest_N if perturbed_NV is logits_NV else logits_NV.amax(-1)
+        # token ids are whole numbers far below 2**24, which float32 holds exactly
+        raw, highest, tokens = torch.stack([raw_N.float(), highest_N.float(), tokens_N.float()]).tolist()
+        for known in raw:
+            _refuse_not_finite(known)
+        for known in highest:
+            _refuse_impossible(known)
+        return [int(token) for token in tokens]
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
-        check_finite(logits_V)
         scores_V = self.scores([ids], logits_V[None])[0]
-        check_possible(scores_V.max())
+        (best,) = self._picked(logits_V[None], scores_V[None])
         if self.greedy:
             law_V = torch.zeros_like(scores_V)
-            law_V[scores_V.argmax()] = 1.0
+            law_V[best] = 1.0
             return law_V
         return scores_V.softmax(-1)
 
     def picker(self, ids: Sequence[int], tree: TokenTree, logits_NV: Tensor) -> Callable[[int], int]:
         """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
 
-        Only nodes that the walk visits are processed, each with its own path.
+        Only nodes that the walk visits are processed, each with its own path. Elsewhere than on a CPU, where waiting for the
+        device costs more than its work, all nodes are, in one go, unless processors want to see their paths.
         """
+        if not self.processors and logits_NV.device.type != "cpu":
+            return self._picks(len(ids), tree, logits_NV).__getitem__
         if self.greedy and not self.processors:
-            return lambda node: _best(logits_NV[node])
+            return lambda node: self._picked(logits_NV[node : node + 1], logits_NV[node : node + 1])[0]
         return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
+
+    def _picks(self, length: int, tree: TokenTree, logits_NV: Tensor) -> list[int]:
+        """The coupled rule's picks at all nodes of a tree whose root is token `length` of its text."""
+        logits_NV = logits_NV[: len(tree)]  # what is behind are padding nodes
+        if self.greedy:
+            return self._picked(logits_NV, logits_NV)
+        vocab, device = logits_NV.shape[-1], logits_NV.device
+        noise_DV = torch.stack([self.noise(length + depth, vocab, device) for depth in range(max(tree.depths) + 1)])
+        depths_N = torch.tensor(tree.depths, device=device)
+        return self._picked(logits_NV, self.scores(None, logits_NV) + noise_DV.index_select(0, depths_N))
 
     def accept_uniform(self, position: int, trial: int) -> float:
         """The number that decides a trial of multi-step speculative sampling."""
@@ -204,13 +229,6 @@ class Sampler:
         return noise.gumbel(noise.mix(self.seed, salt), noise.DRAFT, position, size, device)
 
 
-def _best(logits_V: Tensor) -> int:
-    """The token of the highest logit, the lowest id among equals. (argmax is five times slower than max in bfloat16.)"""
-    highest, token = logits_V.max(-1)
-    _refuse_not_finite(highest)
-    return int(token)
-
-
 def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
     if not isinstance(out, Tensor) or out.shape != before.shape:
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -220,27 +238,13 @@ def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
     return out
 
 
-def check_possible(highest: Tensor) -> None:
-    """Refuse to pick where processors left no token, or no number.
-
-    Raises:
-        ValueError: when the highest processed score is not finite.
-    """
-    if not torch.isfinite(highest):
+def _refuse_impossible(highest: float) -> None:
+    if not math.isfinite(highest):
         raise ValueError(
             "after processing no token is possible; check bad_words_ids, no_repeat_ngram_size, logit_bias and logits_processor"
         )
 
 
-def check_finite(logits: Tensor) -> None:
-    """Refuse logits that no law can be made of.
-
-    Raises:
-        ValueError: for NaN or +inf.
-    """
-    _refuse_not_finite(logits.max())
-
-
-def _refuse_not_finite(highest: Tensor) -> None:
+def _refuse_not_finite(highest: float) -> None:
     if not math.isfinite(highest):
         raise ValueError("the model's logits are not finite; check its weights, or load it with dtype float32")

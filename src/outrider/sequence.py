@@ -132,7 +132,9 @@ class Sequence:
         else:
             logp_V = self.sampler.scores([self.ids], logits_V[None])[0].log_softmax(-1)
         values, tokens = torch.topk(logp_V, min(self.options.logprobs or 0, len(logp_V)))
-        return TokenLogprob(token, float(logp_V[token]), list(zip(tokens.tolist(), values.tolist())))
+        # to the host in one copy; float32 holds token ids exactly
+        own, *both = torch.cat([logp_V[token : token + 1], tokens.float(), values]).tolist()
+        return TokenLogprob(token, own, list(zip(map(int, both[: len(tokens)]), both[len(tokens) :])))
 
 
 def alive(sequences: Seq[Sequence]) -> list[int]:

@@ -52,8 +52,7 @@ class Law:
         law_V[:size] = self.q_V[:size].to(law_V)
         if self.without:
             law_V[list(self.without)] = 0.0
-        total = law_V.sum()
-        return law_V / total if total > 0 else law_V
+        return _normalised(law_V, law_V)
 
 
 ONE_HOT = Law()
@@ -102,15 +101,19 @@ def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:
 
 def acceptance(p_V: Tensor, q_V: Tensor, token: int) -> float:
     """min(1, p/q) at the token: how likely it is kept. A token that q could not have drawn is never kept."""
-    p, q = float(p_V[token]), float(q_V[token])
+    p, q = torch.stack([p_V[token], q_V[token]]).tolist()
     return min(1.0, p / q) if q > 0 else 0.0
 
 
 def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
     """norm(max(p - q, 0)): the law to go on with after a rejection; p itself where rounding leaves nothing."""
-    rest_V = (p_V - q_V).clamp_(min=0)
-    total = rest_V.sum()
-    return rest_V / total if total > 0 else p_V
+    return _normalised((p_V - q_V).clamp_(min=0), p_V)
+
+
+def _normalised(weights_V: Tensor, otherwise_V: Tensor) -> Tensor:
+    """Weights as a law, or the other one where they are all zero: decided where they are, so that nobody waits for them."""
+    total = weights_V.sum()
+    return torch.where(total > 0, weights_V / total, otherwise_V)
 
 
 def verify_mss(

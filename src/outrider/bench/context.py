@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from outrider.machine import settle
 from outrider.picture import picture
 
 CHUNK = 64  # tokens fed at once on the way to a context, as drafting does
@@ -72,6 +73,7 @@ def measure(
             for name, state in states.items():
                 start = time.perf_counter()
                 _draft(state, depth)
+                settle(drafters[name].model.device)
                 spent[name].append(time.perf_counter() - start)
         for name, state in states.items():
             found.append(Point(name, length, statistics.median(spent[name][2:]), state.bytes()))

@@ -21,11 +21,13 @@ import torch.nn.functional
 from rich.console import Console
 from rich.table import Table
 
+from outrider.machine import settle
 from outrider.picture import picture
 
 if TYPE_CHECKING:
     from outrider.api import Engine
 
+CPU = torch.device("cpu")
 REST = "Python between them"
 GROUPS = ("draft", "verify", "sampling", "commit", "text", REST)
 
@@ -80,8 +82,8 @@ def _group(part: str) -> int:
 class Stopwatch:
     """Counts every moment towards the innermost part that is running."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile, self.stack, self.since = profile, list[str](), 0.0
+    def __init__(self, profile: Profile, device: torch.device = CPU) -> None:
+        self.profile, self.stack, self.since, self.device = profile, list[str](), 0.0, device
 
     def wrap(self, function: Any, part: str | Callable[..., str], inside: str = "") -> Any:
         """A function whose own time counts towards a part, where it runs inside of another one."""
@@ -99,6 +101,7 @@ class Stopwatch:
         return timed
 
     def _enter(self, part: str) -> None:
+        settle(self.device)
         now = time.perf_counter()
         if self.stack:
             self.profile.seconds[self.stack[-1]] += now - self.since
@@ -107,6 +110,7 @@ class Stopwatch:
         self.since = time.perf_counter()
 
     def _leave(self) -> None:
+        settle(self.device)
         now = time.perf_counter()
         self.profile.seconds[self.stack.pop()] += now - self.since
         self.since = time.perf_counter()
@@ -154,9 +158,13 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
 
 
 @contextmanager
-def profiling(profile: Profile) -> Iterator[None]:
-    """Count what engines do within the block."""
-    watch = Stopwatch(profile)
+def profiling(profile: Profile, device: torch.device = CPU) -> Iterator[None]:
+    """Count what engines do within the block.
+
+    Args:
+        device: of the target; elsewhere than on a CPU every part waits for it, which makes the whole slower.
+    """
+    watch = Stopwatch(profile, device)
     with ExitStack() as patches:
         for owner, name, part, inside in _parts():
             if name in vars(owner):
@@ -201,7 +209,7 @@ def profile_rounds(
         raise ValueError("there are no prompts to profile; give some tasks or files")
     engine.generate(prompts[0], max_new_tokens=min(16, max_new_tokens), **options)
     profile = Profile()
-    with profiling(profile):
+    with profiling(profile, engine.model.device):
         for number, prompt in enumerate(prompts):
             tell(number, len(prompts), "prompts")
             stats = engine.generate(prompt, max_new_tokens=max_new_tokens, **options).stats

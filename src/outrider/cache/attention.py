@@ -48,6 +48,14 @@ class AttentionLayer:
             self.keys_BHSD[:, :, : old[0].shape[2]] = old[0]
             self.values_BHSD[:, :, : old[1].shape[2]] = old[1]
 
+    def move_into(self, keys_BHSD: Tensor, values_BHSD: Tensor) -> None:
+        """Go on in other memory, which may hold anything and has as many slots or more."""
+        for new, old in ((keys_BHSD, self.keys_BHSD), (values_BHSD, self.values_BHSD)):
+            new.zero_()
+            if old is not None:
+                new[:, :, : old.shape[2]] = old
+        self.keys_BHSD, self.values_BHSD, self.capacity = keys_BHSD, values_BHSD, keys_BHSD.shape[2]
+
     def move(self, row: int, slots: Tensor, target: int) -> None:
         """Gather `slots` of a row into consecutive slots from `target` on."""
         if self.keys_BHSD is None or self.values_BHSD is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -113,13 +114,14 @@ class HeadState:
         self.vocabulary.follow(tokens)
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
-        positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(self.nodes.depths_BM[:, start : start + new])
+        positions_BN = np.array(self.lengths)[:, None] + self.nodes.depths_BM[:, start : start + new]
+        positions = torch.from_numpy(positions_BN).to(model.device)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
         features = self._features(tokens, start, new)
         attend = self._attend(start, start + new) if model.head.attends else None
         scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
         with model.packed.active():
-            outputs = model.head(model.embedding(ids), features, positions.to(model.device), attend, scan)
+            outputs = model.head(model.embedding(ids), features, positions, attend, scan)
             logits_BNC = self.vocabulary.logits(outputs)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
         return logits_BNC
@@ -158,16 +160,17 @@ class HeadState:
             len(tokens), new, self.model.head.config.width, device=self.model.device, dtype=self.model.dtype
         )
         for row, row_tokens in enumerate(tokens):
-            for offset in range(len(row_tokens)):
-                node = start + offset
-                before = self.lengths[row] + int(self.nodes.depths_BM[row, node]) - 1
-                at = before - self.first[row]
-                if at < len(self.seen[row]):
-                    out[row, offset] = self.seen[row][at]
-                else:
-                    parent = self.nodes.parents_BM[row, node]
-                    assert 0 <= parent < start, "a drafted node comes after its parent"
-                    out[row, offset] = self.outputs_BMD[row, parent]
+            known = len(self.seen[row])
+            places = []  # in what was seen, and in the outputs behind it
+            for node in range(start, start + len(row_tokens)):
+                at = self.lengths[row] + int(self.nodes.depths_BM[row, node]) - 1 - self.first[row]
+                parent = int(self.nodes.parents_BM[row, node])
+                assert at < known or 0 <= parent < start, "a drafted node comes after its parent"
+                places.append(at if at < known else known + parent)
+            if places:
+                both_XD = torch.cat([self.seen[row], self.outputs_BMD[row]]) if max(places) >= known else self.seen[row]
+                index = torch.tensor(places, device=self.model.device)
+                out[row, : len(places)] = both_XD.index_select(0, index)
         return out
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ Shapes: F frontier nodes, C the model's (draft) vocabulary, V the target's vocab
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -103,8 +103,8 @@ class LMDraftState:
         seen = [self._known(context[offset:-1]) for context, offset in zip(contexts, self.offsets)]
         return self.drafter.model.begin(seen, self.room)
 
-    def _catch_up(self, contexts: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """Feed what the drafter has not seen, the root last; logits after the root of each row, [B, V]."""
+    def _catch_up(self, contexts: Sequence[Sequence[int]], depth: int) -> list[Tensor]:
+        """Feed what the drafter has not seen, the root last; logits after the root of each row, [1, V]."""
         limit = self.drafter.model.context
         if limit is not None:
             full = [len(c) - o + depth >= limit for c, o in zip(contexts, self.offsets)]
@@ -130,7 +130,7 @@ class LMDraftState:
             _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=count)
             for context, row, count in zip(contexts, chunk, read)
         ]
-        return logits[torch.arange(len(chunk)), torch.tensor([len(row) - 1 for row in chunk])]
+        return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits, chunk)]
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class LMDraftState:
         """Grow every row's tree by its shape."""
         self.rounds += 1
         depth = max(shape.depth for shape in shapes)
-        logits = [row_V[None] for row_V in self._catch_up(contexts, depth)]
+        logits = self._catch_up(contexts, depth)
         if (limit := self.drafter.model.context) is not None:
             room = [limit - len(context) + offset for context, offset in zip(contexts, self.offsets)]
             shapes = [shape.cut(max(free, 0)) for shape, free in zip(shapes, room)]
@@ -176,21 +176,22 @@ class LMDraftState:
         position = len(growth.context) + growth.tree.depths[fed[0]]
         salt = noise.mix(self.stream, self.rounds)
         chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
-        logq_FC = scores_FC.log_softmax(-1) if shape.budget or shape.ends else None
+        believe = bool(shape.budget or shape.ends)
+        known = _read(scores_FC, chosen, ids_C, believe)
         found: list[tuple[int, int, Law, float]] = []
-        for place, node in enumerate(fed):
-            for column, law in chosen[place]:
-                score = 0.0 if logq_FC is None else growth.scores[node] + float(logq_FC[place, column])
-                found.append((node, column, law, score))
+        for node, picked in zip(fed, chosen):
+            for _, law in picked:
+                token, logq = next(known)
+                found.append((node, token, law, growth.scores.get(node, 0.0) + logq))
         floor = shape.floor(max((score for *_, score in found), default=0.0)) if shape.budget else -math.inf
-        for node, column, law, score in found:
+        for node, token, law, score in found:
             if score < floor:
                 continue  # this branch ends here
-            child = growth.tree.add_once(node, column if ids_C is None else int(ids_C[column]))
+            child = growth.tree.add_once(node, token)
             growth.trials.setdefault(node, []).append(Trial(child, law))
             if child not in growth.frontier:
                 growth.frontier.append(child)
-            if logq_FC is not None:
+            if believe:
                 growth.scores[child] = score
 
     def _scores(
@@ -201,6 +202,7 @@ class LMDraftState:
         Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
         """
         sampler, ids_C = self.samplers[row], self._draft_ids(row)
+        ids_C = None if ids_C is None else ids_C.to(sampler.device)
         logits_FC = logits_FC[:, : None if ids_C is None else len(ids_C)].to(sampler.device)
         if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
             return sampler.scores(None, logits_FC), ids_C
@@ -295,8 +297,34 @@ def choose(
 def _top(scores_FV: Tensor, count: int) -> list[list[int]]:
     """The `count` best tokens of each row, best first, impossible ones left out."""
     values, tokens = scores_FV.topk(min(count, scores_FV.shape[-1]), dim=-1)
-    possible = (values > float("-inf")).tolist()
-    return [[t for t, ok in zip(row, oks) if ok] for row, oks in zip(tokens.tolist(), possible)]
+    # to the host in one copy: the impossible ones as -1
+    known = tokens.masked_fill(~(values > float("-inf")), -1).tolist()
+    return [[token for token in row if token >= 0] for row in known]
+
+
+def _read(
+    scores_FC: Tensor, chosen: Sequence[Sequence[tuple[int, Law]]], ids_C: Tensor | None, believe: bool
+) -> Iterator[tuple[int, float]]:
+    """Token and log probability of every chosen column, row by row, in one copy to the host.
+
+    Args:
+        ids_C: the token ids of the columns, where they are not the ids themselves.
+        believe: whether log probabilities are asked for; without, they are 0.
+    """
+    columns = [column for picked in chosen for column, _ in picked]
+    if ids_C is None and not believe:
+        return zip(columns, [0.0] * len(columns))
+    device = scores_FC.device
+    columns_X = torch.tensor(columns, dtype=torch.long, device=device)
+    tokens_X = columns_X if ids_C is None else ids_C.index_select(0, columns_X)
+    logq_X = torch.zeros(len(columns), device=device)
+    if believe:
+        rows_X = torch.tensor(
+            [row for row, picked in enumerate(chosen) for _ in picked], dtype=torch.long, device=device
+        )
+        logq_X = scores_FC.log_softmax(-1)[rows_X, columns_X]
+    tokens, logq = torch.stack([tokens_X.float(), logq_X]).tolist()  # float32 holds token ids exactly
+    return zip(map(int, tokens), logq)
 
 
 def _prune(growth: _Growth, budget: int) -> None:

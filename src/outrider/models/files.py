@@ -17,7 +17,7 @@ def save_atomically(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """
     partial = path.with_suffix(f".{os.getpid()}.part")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial)
         os.replace(partial, path)
     except Exception as error:
         partial.unlink(missing_ok=True)

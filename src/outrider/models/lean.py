@@ -163,10 +163,12 @@ class LeanTreeModel(CachedTreeModel):
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
         x_BND, features = self._run(ids_BN, positions_BN, mask, cache, taps)
+        return self.logits(x_BND), list(features) if features is not None else None
+
+    def logits(self, x_BND: Tensor) -> Tensor:
+        """Logits [B, N, V] behind the last block."""
         logits_BNV = self.unembed(self.norm(x_BND))
-        if self.cap:
-            logits_BNV = torch.tanh(logits_BNV / self.cap) * self.cap
-        return logits_BNV, list(features) if features is not None else None
+        return torch.tanh(logits_BNV / self.cap) * self.cap if self.cap else logits_BNV
 
     def _run(
         self, ids_BN: Tensor, positions_BN: Tensor, attends: dict[str, Attend], cache: TreeCache, taps: Sequence[int]

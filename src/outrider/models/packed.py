@@ -135,7 +135,7 @@ _PROVED: dict[tuple[int, int, bool], bool] = {}
 
 
 def _proves(layer: nn.Linear) -> bool:
-    x = torch.linspace(-1, 1, 3 * layer.in_features).to(torch.bfloat16).view(1, 3, layer.in_features)
+    x = torch.linspace(-1, 1, 3 * layer.in_features, device="cpu").to(torch.bfloat16).view(1, 3, layer.in_features)
     try:
         return torch.equal(linear(x, pack(layer.weight), layer.bias), layer(x))
     except (AttributeError, RuntimeError, TypeError):

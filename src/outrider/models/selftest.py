@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
+from outrider.models.graphs import graphed
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
 from outrider.models.streaming import streamed_parts
@@ -64,9 +65,12 @@ def _stamp(model: PreTrainedModel) -> Any:
     modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
     weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters())
     streamed = {weight for part in streamed_parts(model).values() for weight in part.weights}
-    with torch.no_grad():
-        few = [p.reshape(-1)[:8].to("cpu", torch.float64) for p in model.parameters() if p not in streamed]
-    return modules, weights, tuple(torch.cat(few).tolist()) if few else ()
+    few: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter not in streamed:
+            few.setdefault((parameter.device, parameter.dtype), []).append(parameter.detach().reshape(-1)[:8])
+    values = [value for parts in few.values() for value in torch.cat(parts).cpu().double().tolist()]
+    return modules, weights, tuple(values)
 
 
 @dataclass
@@ -117,6 +121,9 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
             notes.append(f"not {way.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200])
             continue
         if error <= limit:
+            if isinstance(candidate, LeanTreeModel) and model.device.type == "cuda" and not streamed_parts(model):
+                candidate, note = graphed(candidate, limit)
+                notes += [note] if note else []
             chunked = getattr(candidate, "chunked_prefill", False) or _allow_chunks(candidate, plain, limit)
             return candidate, SelfTest(candidate.way, error, chunked, notes)
         notes.append(f"not {way.__name__}: tree logits are off by {error:.1e} (limit {limit:.0e})")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -170,7 +171,7 @@ class CachedTreeState:
             for window in set(self.model.windows.values())
         }
         ids = torch.tensor([[*row, *[0] * (size - len(row))] for row in tokens], device=self.model.device)
-        positions = torch.tensor(self.lengths)[:, None] + torch.from_numpy(depths_BM[:, start:end])
+        positions = torch.from_numpy(np.array(self.lengths)[:, None] + depths_BM[:, start:end])
         mask = self.model.masks(visible) if visible else None
         logits_BNV, self.features = self.model.forward(
             ids, positions.to(self.model.device), mask, self.cache, self.taps

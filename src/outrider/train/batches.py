@@ -23,9 +23,13 @@ class Batch:
     hidden_BTF: Tensor
     written_BT: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(*(t.to(device) for t in (self.ids_BT, self.hidden_BTF, self.written_BT)))
+
 
 def make_batch(chosen: list[Example]) -> Batch:
-    """Pad examples on the right."""
+    """Pad examples on the right, on the host."""
     longest = max(len(e.ids) for e in chosen)
     hidden = [e.hidden() for e in chosen]
     ids = torch.zeros(len(chosen), longest, dtype=torch.long)

@@ -104,18 +104,20 @@ class Trainer:
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 prefix = f"optimizer.{number}.{place}."
                 known = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
-                if known:
-                    optimizer.state[parameter] = known
+                if known:  # beside the parameter, but for the count of steps, which torch keeps on the host
+                    optimizer.state[parameter] = {
+                        k: v if k == "step" else v.to(parameter.device) for k, v in known.items()
+                    }
         for name in ("seconds", "tokens", "updates", "passes", "curve"):
             setattr(self, name, state[name])
 
     def save(self) -> None:
         """Write a checkpoint."""
-        tensors = {f"model.{k}": v.detach().clone() for k, v in self.module.state_dict().items()}
+        tensors = {f"model.{k}": _kept(v) for k, v in self.module.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    tensors[f"optimizer.{number}.{place}.{key}"] = torch.as_tensor(value).clone()
+                    tensors[f"optimizer.{number}.{place}.{key}"] = _kept(torch.as_tensor(value))
         save_atomically(tensors, self.out / "checkpoint.safetensors")
         names = ("seconds", "tokens", "updates", "passes", "curve")
         state = {name: getattr(self, name) for name in names} | {"settings": asdict(self.settings)}
@@ -189,12 +191,17 @@ class Trainer:
 
     def loss(self, batch: Batch, steps: int) -> Tensor:
         """Mean over unrolled steps, later ones counting a little less."""
-        student = self.student
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        student, batch = self.student, batch.to(self.student.device)
+        with torch.autocast(student.device.type, dtype=torch.bfloat16):
             outs_KRD = torch.stack([out[batch.written_BT] for out in student.outputs(batch, steps)])
         losses_K = head_loss(outs_KRD, student.cut_CD, student.laws(batch), LOSSES[self.settings.loss])
-        weights_K = 0.9 ** torch.arange(len(losses_K))
+        weights_K = 0.9 ** torch.arange(len(losses_K), device=losses_K.device)
         return (losses_K * weights_K).sum() / weights_K.sum()
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy on the host, which training goes on without changing."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 @torch.no_grad()
@@ -208,11 +215,11 @@ def predicted_acceptance(student: Student, held_out: list[Example], depth: int =
     emitted = rounds = 0
     hits, counts = [0.0] * depth, 0
     for example in held_out:
-        batch = make_batch([example])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = make_batch([example]).to(student.device)
+        with torch.autocast(student.device.type, dtype=torch.bfloat16):
             picks = [student.draft_ids[student.logq(out[0]).argmax(-1)] for out in student.outputs(batch, depth)]
         picks += picks[-1:] * (depth - len(picks))
-        right = torch.stack([pick[:-1] == example.ids[1:] for pick in picks])  # [depth, T - 1]
+        right = torch.stack(picks).cpu()[:, :-1] == example.ids[1:]  # [depth, T - 1]
         at, end = example.prompt_length - 1, len(example.ids) - 1
         hits = [h + float(right[k, at:end].float().mean()) for k, h in enumerate(hits)]
         counts += 1

@@ -20,6 +20,7 @@ from outrider.bench.runner import Method, run_speed
 from outrider.bench.tasks import Prompt, load_task, parse_tasks
 from outrider.drafters.base import Drafter
 from outrider.drafters.catalog import parts
+from outrider.machine import settle
 from outrider.models.protocol import TreeModel
 from outrider.train.prompts import is_held_out, prompt_text
 from outrider.train.walks import MEMBERS, Walk, Watched, calibration, membership
@@ -39,6 +40,7 @@ def pass_seconds(engine: Engine, ids: list[int], nodes: int, repeats: int = 9) -
         start = time.perf_counter()
         state.extend([[ids[-1]] * nodes], [list(range(-1, nodes - 1))])
         state.commit([[0]])
+        settle(engine.model.device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
 

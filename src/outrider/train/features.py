@@ -51,7 +51,7 @@ class Recorder:
 
     def rows(self, lengths: Sequence[int]) -> list[Tensor]:
         """What was recorded of every text, [tokens, taps * D], as long as the texts: a last token, never read, has zeros."""
-        found = [torch.cat(parts).to(torch.bfloat16) for parts in self.hidden]
+        found = [torch.cat(parts).to("cpu", torch.bfloat16) for parts in self.hidden]
         return [F.pad(rows[:length], (0, 0, 0, max(0, length - len(rows)))) for rows, length in zip(found, lengths)]
 
 
@@ -123,7 +123,7 @@ def compute_features(
         for row in rows:
             state = engine.target.begin([row.tolist()], 0, taps)
             assert state.features is not None
-            hidden.append(state.features[0].to(torch.bfloat16))
+            hidden.append(state.features[0].to("cpu", torch.bfloat16))
         save_atomically({"hidden": torch.cat(hidden)}, feature_file(shard, taps))
     tell(len(shards), len(shards), "hidden states of shards")
 

@@ -124,7 +124,7 @@ def _llama(engine: Engine, plan: Plan, seed: int) -> Any:
 
     if plan.init is None:
         return new_llama(engine, plan.layers or 2, seed)
-    model = load_model(plan.init, dtype=torch.float32).model
+    model = load_model(plan.init, dtype=torch.float32, device=engine.model.device).model
     theirs, ours = model.config.vocab_size, engine.model.config.get_text_config().vocab_size
     if theirs != ours:
         raise ValueError(f"{plan.init} has {theirs} tokens and {engine.name} {ours}; start from a model pruned from it")

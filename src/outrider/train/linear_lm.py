@@ -91,7 +91,8 @@ def linear_lm(
     check_data(engine, data)
     claim(out, asdict(plan), engine)
     answers = [answer.ids for answer in read_answers(data)]
-    model, kept = linearize(engine, equally_long(answers, plan.tokens), plan.layers, out / "run", tell)
+    texts_NT = equally_long(answers, plan.tokens).to(engine.model.device)
+    model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell)
     reads = Plan("llama", held_out=plan.held_out)
     taps, (_, held) = plan_taps(engine, reads), load_examples(engine, data, reads, tell)
     held = held[:: max(1, len(held) // MEASURED)][:MEASURED]
@@ -157,8 +158,8 @@ def closeness(student: Student, held: Sequence[Example]) -> dict[str, float]:
     """
     divergence = nll = same = count = 0.0
     for example in held:
-        batch = make_batch([example])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = make_batch([example]).to(student.device)
+        with torch.autocast(student.device.type, dtype=torch.bfloat16):
             out_RD = next(iter(student.outputs(batch, 1)))[batch.written_BT]
         logp_RV, logq_RV = student.laws(batch)(slice(None)), student.logq(out_RD)
         written_R = batch.ids_BT.roll(-1, 1)[batch.written_BT]

@@ -65,14 +65,14 @@ def linearize(
     """A Gated DeltaNet model, float32, and the teacher's layers that it was made of.
 
     Args:
-        texts_NT: token ids of the teacher's own texts.
+        texts_NT: token ids of the teacher's own texts, on its device, where the model will be as well.
         layers: how many layers to keep; None is all. Those behind a kept one that went are fitted into it.
         run: folder that keeps fitted layers.
     """
     check_teacher(engine, layers)
     run.mkdir(parents=True, exist_ok=True)
     kept = _kept(engine, texts_NT, layers, run, tell)
-    model = new_model(engine, len(kept))
+    model = new_model(engine, len(kept)).to(engine.model.device)
     half = engine.dtype is torch.bfloat16  # products as the finished model will compute them; streams stay wide
     with torch.inference_mode(), torch.autocast(engine.model.device.type, torch.bfloat16, enabled=half):
         _fit(engine, model, kept, texts_NT, run, tell)

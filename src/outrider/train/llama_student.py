@@ -52,14 +52,15 @@ class LlamaStudent:
     """
 
     def __init__(self, engine: Engine, model: PreTrainedModel, draft_ids: Tensor) -> None:
-        self.model = model.float().train()
-        self.module: nn.Module = Trunk(self.model, draft_ids)
-        self.draft_ids = draft_ids
+        self.device = engine.model.device
+        self.model = model.float().to(self.device).train()
+        self.draft_ids = draft_ids.to(self.device)
+        self.module: nn.Module = Trunk(self.model, self.draft_ids)
         self.model.requires_grad_(False)
         self.module.requires_grad_(True)
         # the drafter's own vocabulary head, which stays as it is, and the target's
-        self.cut_CD = self.model.get_output_embeddings().weight.detach()[draft_ids].to(engine.dtype)
-        self.target_CD = engine.model.get_output_embeddings().weight.detach()[draft_ids]
+        self.cut_CD = self.model.get_output_embeddings().weight.detach()[self.draft_ids].to(engine.dtype)
+        self.target_CD = engine.model.get_output_embeddings().weight.detach()[self.draft_ids]
         base: Any = engine.model.base_model
         self.final_norm: nn.Module = base.norm
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 64  # rows whose logits fit into the cache
+ROWS, MANY_ROWS = 64, 2048  # rows whose logits fit into a CPU's cache, and rows that keep other devices busy
 
 Measure = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """p, log p and log q, each [R, C] -> the loss of each row [R], and its gradient with respect to the logits of q [R, C]."""
@@ -57,10 +57,10 @@ LOSSES: dict[str, Measure] = {"kl": kl, "reverse_kl": reverse_kl, "tv": total_va
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outs_KRD: Tensor, head_CD: Tensor, laws: Laws, measure: Measure) -> Tensor:
-        grads_KRD, totals_K = torch.empty_like(outs_KRD), torch.zeros(len(outs_KRD))
-        count = outs_KRD.shape[1]
-        for at in range(0, count, ROWS):
-            rows = slice(at, at + ROWS)
+        grads_KRD, totals_K = torch.empty_like(outs_KRD), torch.zeros(len(outs_KRD), device=outs_KRD.device)
+        count, step_rows = outs_KRD.shape[1], ROWS if outs_KRD.device.type == "cpu" else MANY_ROWS
+        for at in range(0, count, step_rows):
+            rows = slice(at, at + step_rows)
             logp_RC = laws(rows)
             p_RC = logp_RC.exp()
             for step, out_RD in enumerate(outs_KRD[:, rows]):

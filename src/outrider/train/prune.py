@@ -202,13 +202,17 @@ def _cut_out(
     state = {name: value for name, value in model.state_dict().items() if ".layers." not in name}
     for place, (layer, group_scores, neuron_scores) in enumerate(zip(kept, groups, neurons)):
         chosen, alive = _best(group_scores, num_groups), _best(neuron_scores, num_neurons)
-        keys = (chosen[:, None] * head_size + torch.arange(head_size)).flatten()
-        heads = (chosen[:, None] * queries + torch.arange(queries)).flatten()
-        rows = (heads[:, None] * head_size + torch.arange(head_size)).flatten()
+        keys, heads = _members(chosen, head_size), _members(chosen, queries)
+        rows = _members(heads, head_size)
         for name, value in base.layers[layer].state_dict().items():
             state[f"{model.base_model_prefix}.layers.{place}.{name}"] = _slice(name, value, rows, keys, alive)
     small.load_state_dict(state)
     return small.eval().requires_grad_(False), (num_groups, num_neurons)
+
+
+def _members(groups: Tensor, size: int) -> Tensor:
+    """The units of groups of one size."""
+    return (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
 
 
 def _slice(name: str, value: Tensor, queries: Tensor, keys: Tensor, neurons: Tensor) -> Tensor:

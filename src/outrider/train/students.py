@@ -33,6 +33,9 @@ class Student(Protocol):
     module: nn.Module
     """What is trained."""
 
+    device: torch.device
+    """The target's: where the module is, and where batches must be."""
+
     draft_ids: Tensor
     """Token ids of the draft vocabulary, [C]."""
 
@@ -57,16 +60,21 @@ class Borrower:
     """What a student borrows from its target: embedding, vocabulary head, and the laws behind stored hidden states."""
 
     def __init__(self, engine: Engine, draft_ids: Tensor) -> None:
-        self.draft_ids = draft_ids
-        self.embedding = engine.model.get_input_embeddings().weight.detach()
+        self.device = engine.model.device
+        self.draft_ids = draft_ids.to(self.device)
+        self.embedding: nn.Module = (
+            engine.model.get_input_embeddings()
+        )  # not its weight alone: some scale what they look up
         unembedding = engine.model.get_output_embeddings().weight.detach()
-        self.cut_CD = unembedding[draft_ids]
+        self.cut_CD = unembedding[self.draft_ids]
         base: Any = engine.model.base_model
         self.final_norm: nn.Module = base.norm
 
     def embed(self, batch: Batch) -> Tensor:
-        """The target's embeddings [B, T, D]."""
-        return F.embedding(batch.ids_BT, self.embedding).float()
+        """What the target's embedding layer makes of the tokens, [B, T, D]."""
+        with torch.no_grad():
+            embedded_BTD: Tensor = self.embedding(batch.ids_BT)
+        return embedded_BTD.float()
 
     def laws(self, batch: Batch) -> Laws:
         """The target's laws at the written positions, cut to the draft vocabulary."""
@@ -82,13 +90,13 @@ class HeadStudent(Borrower):
 
     def __init__(self, engine: Engine, head: FeatureHead) -> None:
         super().__init__(engine, head.draft_ids)
-        self.module: nn.Module = head
-        self.head = head
+        self.head = head.to(self.device)
+        self.module: nn.Module = self.head
 
     def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Outputs [B, T, D] of every unrolled step: at step k a token lies k drafted tokens behind the target's text."""
         embedded = self.embed(batch)
-        positions = torch.arange(batch.ids_BT.shape[1])[None].expand(batch.ids_BT.shape)
+        positions = torch.arange(batch.ids_BT.shape[1], device=embedded.device)[None].expand(batch.ids_BT.shape)
         features = delay(self.head.features(batch.hidden_BTF.float()))
         attend, scan = unrolled_attention([], [], self.head.config.attention_window), UnrolledScan()
         for _ in range(steps):
@@ -102,8 +110,8 @@ class MambaStudent(Borrower):
 
     def __init__(self, engine: Engine, blocks: MambaBlocks) -> None:
         super().__init__(engine, blocks.draft_ids)
-        self.module: nn.Module = blocks
-        self.blocks = blocks
+        self.blocks = blocks.to(self.device)
+        self.module: nn.Module = self.blocks
 
     def outputs(self, batch: Batch, steps: int) -> Iterator[Tensor]:
         """Outputs [B, T, D] of the one step."""

@@ -174,12 +174,12 @@ class Sampler:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
         highest_N, tokens_N = perturbed_NV.max(-1)
-        raw_N = highest_N if perturbed_NV is logits_NV else logits_NV.amax(-1)
+        checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
         # token ids are whole numbers far below 2**24, which float32 holds exactly
-        raw, highest, tokens = torch.stack([raw_N.float(), highest_N.float(), tokens_N.float()]).tolist()
-        for known in raw:
+        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        for known in found[0]:
             _refuse_not_finite(known)
-        for known in highest:
+        for known in found[-1]:
             _refuse_impossible(known)
         return [int(token) for token in tokens]
 

@@ -27,8 +27,7 @@ from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import folded
 from outrider.models.lean import LeanTreeModel
 
-MOST_GRAPHS = 32
-FEWEST_SLOTS = 256
+MOST_GRAPHS, FEWEST_SLOTS = 32, 256
 Outputs = tuple[Tensor, Tensor | None]  # logits [1, N, V], and hidden states at the taps [1, N, taps * D]
 Work = Callable[[], Outputs]
 Capture = Callable[[Work, torch.device], Work]
@@ -53,11 +52,8 @@ def captured(work: Work, device: torch.device) -> Work:
 
 
 class Buffers:
-    """What a graph of `nodes` nodes with `slots` slots shown reads and writes; in the place of a cache, it keeps keys and values.
-
-    Args:
-        held: keys and values [1, G, S, E] of every layer, in the memory that all graphs share.
-    """
+    """What a graph of `nodes` nodes with `slots` slots shown reads and writes. In the place of a cache, it keeps keys and values:
+    `held` [1, G, S, E] of every layer, in the memory that all graphs share."""
 
     def __init__(self, nodes: int, slots: int, held: Sequence[tuple[Tensor, ...]], model: LeanTreeModel) -> None:
         self.slots, self.held = slots, held
@@ -126,9 +122,7 @@ class GraphedTreeModel(LeanTreeModel):
                 self.graphs.clear()
         return super().forward(ids_BN, positions_BN, super().masks(mask), cache, taps)
 
-    def _replay(
-        self, ids_1N: Tensor, positions_1N: Tensor, visible: dict[int | None, Any], start: int, taps: tuple[int, ...]
-    ) -> tuple[Tensor, list[Tensor] | None]:
+    def _replay(self, ids_1N: Tensor, positions_1N: Tensor, visible: Any, start: int, taps: tuple[int, ...]) -> Any:
         nodes = ids_1N.shape[1]
         key = nodes, shown(start + nodes), taps
         buffers, graph = self.graphs.get(key) or (Buffers(nodes, key[1], self._held, self), None)
@@ -185,10 +179,8 @@ def graphed(lean: LeanTreeModel, limit: float, capture: Capture = captured) -> t
     """
     fast = GraphedTreeModel(lean, capture)
     apart = max(_apart(fast, lean, length) for length in (2, 5))
-    if fast.failed:
-        return lean, f"not CUDA graphs: {fast.failed}"
-    if not apart <= limit:
-        return lean, f"not CUDA graphs: tree logits are off by {apart:.1e} (limit {limit:.0e})"
+    if fast.failed or not apart <= limit:
+        return lean, f"not CUDA graphs: {fast.failed or f'logits are off by {apart:.1e} (limit {limit:.0e})'}"
     fast.graphs.clear()  # a drafter's vocabulary head may be cut once it was tested
     return fast, ""
 

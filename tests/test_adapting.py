@@ -172,7 +172,8 @@ def test_a_cascade_by_name_trusts_its_lookups_and_skips_off() -> None:
     target = tree_model(tiny("llama"))[0]
     made = make_drafter("ngram>off>oracle:0.5", target, None)
     assert isinstance(made, CascadeDrafter) and [d.name for d in made.drafters] == ["ngram", "oracle:0.5"]
-    assert made.drafters[0].trust and not NgramDrafter().trust  # type: ignore[attr-defined]
+    lookup = made.drafters[0]
+    assert isinstance(lookup, NgramDrafter) and lookup.trust and not NgramDrafter().trust
     assert OFF.lookup == OFF
 
 

@@ -122,9 +122,10 @@ def test_an_empty_certificate_is_refused(arguments: dict[str, Any]) -> None:
         certify(FakeEngine(), arguments.pop("prompts", prompts(1)), **arguments)
 
 
-def test_no_certificate_without_a_compared_token() -> None:
+def test_no_certificate_without_a_compared_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
-    engine.generate = lambda *a, **k: SimpleNamespace(token_ids=[], stats=engine.stats(2, "auto"))  # type: ignore
+    silence = SimpleNamespace(token_ids=[], stats=engine.stats(2, "auto"))
+    monkeypatch.setattr(engine, "generate", lambda *a, **k: silence)
     with pytest.raises(ValueError, match="no token was compared"):
         certify(engine, prompts(1), rules=["greedy"])
 

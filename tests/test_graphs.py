@@ -114,7 +114,7 @@ def test_a_text_that_outgrows_the_memory_goes_on(monkeypatch: pytest.MonkeyPatch
 def test_an_engine_writes_the_reference_text_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches go without; the target and a drafter of the same weights each have graphs of their own."""
     model = copy.deepcopy(tiny("llama"))
-    engine = Engine(model, None, "llama", "off")
+    engine: Any = Engine(model, None, "llama", "off")
     monkeypatch.setattr(Engine, "_refresh", lambda self: None)
     engine.target = with_graphs("llama")
     engine.drafter = LMDrafter(with_graphs("llama"), "same")
@@ -125,7 +125,7 @@ def test_an_engine_writes_the_reference_text_with_graphs(monkeypatch: pytest.Mon
             assert result.stats.acceptance_rate == 1.0
         results = engine.generate([list(p) for p in PROMPTS], shape=3, max_new_tokens=12, **options)
         assert [r.token_ids for r in results] == [expected("llama", p, **options) for p in PROMPTS]
-    assert engine.target.graphs and engine.drafter.model.graphs  # type: ignore[attr-defined]
+    assert engine.target.graphs and engine.drafter.model.graphs
 
 
 def test_a_run_that_is_still_going_on_keeps_its_text() -> None:

@@ -247,11 +247,12 @@ def test_folder_round_trip(core: str, tmp_path: Path) -> None:
     target = tiny("llama")
     made = head(core, torch.float32)
     save_head(made, tmp_path, {"target": "tiny", "fingerprint": fingerprint(target)}, "a card")
-    loaded = load_drafter(tmp_path, target)
+    loaded: Any = load_drafter(tmp_path, target)
     assert isinstance(loaded, HeadDrafter) and loaded.taps == TAPS
-    assert loaded.model.head.config == made.config  # type: ignore[attr-defined]
+    model_back: Any = loaded.model
+    assert model_back.head.config == made.config
     for name, tensor in made.state_dict().items():
-        kept = loaded.model.head.state_dict()[name]  # type: ignore[attr-defined]
+        kept = model_back.head.state_dict()[name]
         torch.testing.assert_close(
             kept, tensor.to(torch.bfloat16).to(kept.dtype) if tensor.is_floating_point() else tensor
         )

@@ -193,7 +193,8 @@ def test_text_is_the_targets(given: dict[str, Any], shape: Any) -> None:
 def test_draws_keep_the_law_in_reach() -> None:
     # mss with a reduced vocabulary: tokens that the drafter cannot propose still come, by correction
     result = speaking().generate(list(PROMPT), shape=(2, 1), max_new_tokens=40, temperature=1.0, seed=5, rule="mss")
-    assert set(result.token_ids) - set(speaking().drafter.model.blocks.draft_ids.tolist())  # type: ignore[union-attr]
+    drafter: Any = speaking().drafter
+    assert set(result.token_ids) - set(drafter.model.blocks.draft_ids.tolist())
 
 
 def answers(target: Engine, count: int, length: int) -> list[Example]:

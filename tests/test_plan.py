@@ -181,7 +181,8 @@ def test_measuring_ends_with_its_time() -> None:
 
 
 def test_prompt_lookup_mostly_has_nothing_to_propose_and_the_plan_knows() -> None:
-    found = measure(Engine(tiny("llama"), None, "llama", NgramDrafter()), [Ids(range(3, 30))], max_new_tokens=40)  # type: ignore[list-item]
+    asked: Any = [Ids(range(3, 30))]
+    found = measure(Engine(tiny("llama"), None, "llama", NgramDrafter()), asked, max_new_tokens=40)
     assert 0 < found.empty < 1
     assert Model(found).predict(parse_shape("chain4")).seconds > found.plain
 
@@ -204,7 +205,9 @@ def test_walks_are_recorded_at_every_position_and_say_what_shapes_then_do() -> N
 
 def test_regret_is_zero_for_the_best_fixed_shape_itself(tmp_path: Path) -> None:
     found = compare([synthetic([(400, LAW)])], Seconds())
-    found.played["itself"] = found.fixed[found.best_fixed]  # type: ignore[index]
+    best = found.best_fixed
+    assert best is not None
+    found.played["itself"] = found.fixed[best]
     assert all(lost == 0 for _, lost in found.regret("itself"))
     assert found.speed("itself") == 1.0
     assert min(found.speed(name) for name in found.fixed) > 0 and max(found.speed(n) for n in found.fixed) == 1.0

@@ -111,14 +111,14 @@ def test_rounds_leave_the_states_of_a_fresh_run(make: Any, limit: float) -> None
 
 def test_no_weight_is_held_twice() -> None:
     for model in (gdn(), tiny("llama"), tiny("gpt2")):
-        target = tree_model(model)[0]
+        target: Any = tree_model(model)[0]
         own = {parameter.data_ptr() for parameter in model.parameters()}
-        shallow = early_exit(target, 1)
-        assert {p.data_ptr() for p in shallow.model.parameters()} <= own  # type: ignore[attr-defined]
+        shallow: Any = early_exit(target, 1)
+        assert {p.data_ptr() for p in shallow.model.parameters()} <= own
         if hasattr(target, "blocks"):
-            assert shallow.blocks[0] is target.blocks[0] and shallow.unembed is target.unembed  # type: ignore[attr-defined]
+            assert shallow.blocks[0] is target.blocks[0] and shallow.unembed is target.unembed
         else:
-            assert shallow.packed is target.packed  # type: ignore[attr-defined]
+            assert shallow.packed is target.packed
 
 
 def test_shortening_leaves_the_model_as_it_was() -> None:

@@ -121,7 +121,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         if place.type == "meta":
             raise RuntimeError("it holds no data")
         torch.empty(1, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
             f"The device {str(device)!r} cannot be used ({first_line(error)}): use 'auto', 'cpu' or another that this "
             f"torch supports."

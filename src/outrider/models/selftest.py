@@ -116,7 +116,6 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
             AttributeError,
             KeyError,
             AssertionError,
-            NotImplementedError,
         ) as e:
             notes.append(f"not {way.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200])
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import transformers as tf
 import outrider
 from bench_fakes import FakeEngine
 from families import tiny
+from native_kernels import needs_kernels, without_kernels
 from outrider.bench.certify import certify
 from outrider.bench.tasks import Prompt
 from outrider.models import exact as module
 from outrider.models.exact import DEEPEST, differing, exactly
+from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import tree_model
 
 SIZES = {
@@ -34,6 +37,16 @@ PROMPTS = [Prompt("t", "0", text="ab")]
 SHAPES = ("chain4", "chain30", "3x2x2x1", "best24", "2x2x1@0.08~15")
 
 
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to score exactly."""
+    if request.param == "torch":
+        without_kernels(monkeypatch)
+    else:
+        needs_kernels()
+    return str(request.param)
+
+
 def _model(family: str) -> tf.PreTrainedModel:
     """Flat laws in bfloat16: ties at every other token."""
     torch.manual_seed(0)
@@ -49,9 +62,10 @@ def _model(family: str) -> tf.PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_token_has_the_same_bits_alone_in_a_chain_on_a_branch_and_in_a_batch(family: str) -> None:
+def test_a_token_has_the_same_bits_alone_in_a_chain_on_a_branch_and_in_a_batch(family: str, kernels: str) -> None:
     target = exactly(tree_model(_model(family))[0])
-    assert target.in_path_order and differing(target) is None
+    assert isinstance(target, NativeTreeModel) if kernels == "compiled" else target.in_path_order
+    assert differing(target) is None
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -74,17 +88,21 @@ def test_rows_of_a_batch_are_what_they_are_alone() -> None:
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
 
 
-def test_no_tree_is_deeper_than_what_is_exact() -> None:
+def test_no_tree_is_deeper_than_what_is_exact(kernels: str) -> None:
     engine = outrider.load(_model("llama"), drafter="oracle:1.0", exact=True)
     result = engine.generate([1, 2, 3], shape="chain40", max_new_tokens=60)
-    assert max(result.stats.histogram) == DEEPEST + 1
+    assert max(result.stats.histogram) == (41 if kernels == "compiled" else DEEPEST + 1)
 
 
 def test_kernels_that_are_not_row_invariant_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     target = exactly(tree_model(_model("llama"))[0])
 
-    before = target.unembed
-    monkeypatch.setattr(target, "unembed", lambda x: before(x) * (1.01 if x.shape[1] > 12 else 1.0))
+    def uneven(ids_BN: torch.Tensor, *rest: Any) -> Any:
+        logits_BNV, features = before(ids_BN, *rest)
+        return logits_BNV * (1.01 if ids_BN.shape[1] > 12 else 1.0), features
+
+    before = target.forward
+    monkeypatch.setattr(target, "forward", uneven)
     assert "nodes" in str(differing(target))
 
 
@@ -96,9 +114,12 @@ def test_a_check_that_fails_is_told_with_a_way_out(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("family", "why"), [("mamba2", "lean decoder"), ("gemma3", "sliding windows")])
-def test_targets_that_cannot_be_exact_are_refused_with_the_reason(family: str, why: str) -> None:
+def test_targets_that_cannot_be_exact_are_refused_with_the_reason(family: str, why: str, kernels: str) -> None:
+    if family == "gemma3" and kernels == "compiled":
+        assert outrider.load(copy.deepcopy(tiny(family)), exact=True).target.way == "compiled kernels, tree mask, exact"
+        return
     with pytest.raises(ValueError, match=why):
-        outrider.load(tiny(family), exact=True)
+        outrider.load(copy.deepcopy(tiny(family)), exact=True)
 
 
 def test_the_certificate_of_an_exact_engine_knows_no_ties() -> None:

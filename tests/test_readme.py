@@ -20,7 +20,10 @@ def test_the_file_tree_names_every_module_and_nothing_else() -> None:
         else:
             named.add((folder if line.startswith("    ") else "") + name)
     package = ROOT / "src" / "outrider"
-    real = {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
+    sources = (
+        path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py"
+    )
+    real = {str(path.relative_to(package)) for path in sources}
     assert named == real
 
 

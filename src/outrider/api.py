@@ -21,7 +21,7 @@ from outrider.engine import Run
 from outrider.experience import Experience, Learner
 from outrider.machine import machine_name
 from outrider.models.catalog import DEFAULT
-from outrider.models.exact import DEEPEST, exactly
+from outrider.models.exact import exactly
 from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.protocol import TreeModel
@@ -63,6 +63,7 @@ class Engine:
 
     target: TreeModel
     _found: TreeModel | None = None
+    _deepest = sys.maxsize  # levels of drafted tokens that stay exact, where that is asked for
 
     def __init__(
         self,
@@ -209,7 +210,10 @@ class Engine:
         """How the model's trees are scored now."""
         found, self.selftest = tree_model(self.model)
         if found is not self._found:
-            self._found, self.target = found, exactly(found) if self.exact else found
+            self._found, self.target = found, found
+            if self.exact:
+                self.target = exact = exactly(found)
+                self._deepest = exact.deepest
 
     def _run(
         self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
@@ -227,7 +231,7 @@ class Engine:
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
         controller = self.controller(shape, options[0])
-        return Run(self.target, self.drafter, controller, sequences, DEEPEST if self.exact else sys.maxsize), used
+        return Run(self.target, self.drafter, controller, sequences, self._deepest), used
 
     def controller(self, shape: Any = "auto", options: Options | None = None) -> Controller:
         """Who chooses the shapes of a call. Those that learn are kept from call to call, one for each drafter."""

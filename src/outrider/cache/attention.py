@@ -37,6 +37,14 @@ class AttentionLayer:
         self.values_BHSD[:, :, start:end] = values_BHND
         return self.keys_BHSD[:, :, :shown], self.values_BHSD[:, :, :shown]
 
+    def reserve(self, like: Tensor, heads: int, size: int, end: int) -> tuple[Tensor, Tensor]:
+        """All slots, at least `end` of them, allocated if need be with the rows, dtype and device of a tensor."""
+        if self.keys_BHSD is None or end > self.keys_BHSD.shape[2]:
+            none = like.new_empty(like.shape[0], heads, 0, size)
+            self._allocate(none, none, end)
+        assert self.keys_BHSD is not None and self.values_BHSD is not None
+        return self.keys_BHSD, self.values_BHSD
+
     def _allocate(self, keys: Tensor, values: Tensor, needed: int) -> None:
         old = self.keys_BHSD, self.values_BHSD
         if needed > self.capacity:

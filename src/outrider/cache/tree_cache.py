@@ -43,6 +43,11 @@ class TreeCache(Cache):
         layer = self.attention.setdefault(layer_idx, AttentionLayer(self.capacity))
         return layer.write(key_states, value_states, self.start, align=self.nodes is not None)
 
+    def room(self, layer_idx: int, like: Tensor, heads: int, size: int, end: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [B, H, C, D], with room for `end` slots, of the dtype and with the rows of `like`."""
+        layer = self.attention.setdefault(layer_idx, AttentionLayer(self.capacity))
+        return layer.reserve(like, heads, size, end)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots before the current call's."""
         return self.start

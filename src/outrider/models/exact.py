@@ -1,8 +1,8 @@
 """A lean target whose logits have the same bits however a token is scored: alone, in a chain, on a branch, in a batch.
 
-Rows of a matrix product, norms and rotations depend on nothing but the row where the kernels are row-invariant; attention is
-made so by `path_attention`. Whether this machine's kernels are is not assumed but tried, bit for bit, before the model is
-handed out.
+Outrider's compiled kernels are made that way. With torch's, rows of a matrix product, norms and rotations depend on nothing
+but the row where the kernels are row-invariant, and attention is made so by `path_attention`. Neither is assumed but tried, bit
+for bit, before the model is handed out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.lean import LeanTreeModel
+from outrider.models.native import NativeTreeModel
 from outrider.models.path_attention import LEAST_TAIL, TAIL
 
 DEEPEST = LEAST_TAIL - 1  # levels of drafted tokens that stay exact
@@ -27,16 +28,20 @@ def exactly(target: Any) -> LeanTreeModel:
     """The same model, scoring exactly.
 
     Raises:
-        ValueError: when the target has no lean decoder, has sliding windows or is not on a CPU, and when this machine's kernels
-            give other bits to other numbers of rows.
+        ValueError: when the target has no lean decoder, when torch's kernels would score sliding windows or on another device
+            than a CPU, and when this machine's kernels give other bits to other numbers of rows.
     """
     instead = "leave out exact: texts then may part where two logits tie, which `outrider certify` lists"
     if not isinstance(target, LeanTreeModel):
         raise ValueError(f"exact needs the lean decoder, and this target is scored by {target.way}; {instead}")
-    if any(target.windows.values()) or target.device.type != "cpu":
-        raise ValueError(f"exact knows neither sliding windows nor other devices than a CPU; {instead}")
     same = copy.copy(target)
-    same.in_path_order, same.way = True, f"{target.way}, exact"
+    same.way = f"{target.way}, exact"
+    if not isinstance(target, NativeTreeModel):
+        if any(target.windows.values()) or target.device.type != "cpu":
+            raise ValueError(
+                f"without compiled kernels, exact knows no sliding windows, and no device but a CPU; {instead}"
+            )
+        same.in_path_order, same.deepest = True, DEEPEST
     if (found := differing(same)) is not None:
         raise ValueError(f"this machine's {target.dtype} kernels are not row-invariant ({found}); {instead}")
     return same

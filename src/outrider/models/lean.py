@@ -9,6 +9,7 @@ Shapes: B rows, N nodes, D width, H query heads, G key-value heads, R = H / G, E
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -46,17 +47,17 @@ class Norm:
 
 
 class Block:
-    """One decoder layer, read from transformers' module; `passing`: for one pass only."""
+    """One decoder layer, read from transformers' module; `passing`: for one pass only; `packs`: weights may be laid out anew."""
 
-    def __init__(self, layer: Any, kind: str, offset: bool, passing: bool = False) -> None:
+    def __init__(self, layer: Any, kind: str, offset: bool, passing: bool = False, packs: bool = True) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.kind, self.scale = kind, float(attention.scaling)
         self.size = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.size
         self.groups = attention.k_proj.out_features // self.size
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, passing=passing)
-        self.mixed, self.down = Product(attention.o_proj), Product(mlp.down_proj)
-        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, passing=passing)
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, passing=passing, packs=packs)
+        self.mixed, self.down = Product(attention.o_proj, packs=packs), Product(mlp.down_proj, packs=packs)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, passing=passing, packs=packs)
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
         self.halves = [mlp.down_proj.in_features] * 2
         self.rotated, self.kinds = [self.heads + self.groups, self.groups], [self.heads, self.groups]
@@ -109,6 +110,8 @@ class LeanTreeModel(CachedTreeModel):
         Unsupported: for other families, and for options that the blocks do not compute.
     """
 
+    packs = True  # whether weights are laid out anew for products of a few rows
+
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         if config.model_type not in FAMILIES:
@@ -127,10 +130,14 @@ class LeanTreeModel(CachedTreeModel):
         types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
-        self.unembed = Product(model.get_output_embeddings())  # the largest first: then the peak of memory is lowest
+        self.unembed = Product(
+            model.get_output_embeddings(), packs=self.packs
+        )  # the largest first: then the peak of memory is lowest
         parts, first = streamed_parts(model), base.layers[0].self_attn
         self.blocks = [
-            StreamedBlock(parts[layer], layer, kind, gemma) if layer in parts else Block(layer, kind, gemma)
+            StreamedBlock(parts[layer], layer, kind, gemma)
+            if layer in parts
+            else Block(layer, kind, gemma, packs=self.packs)
             for layer, kind in zip(base.layers, types)
         ]
         self.norm = Norm(base.norm, gemma)
@@ -139,7 +146,7 @@ class LeanTreeModel(CachedTreeModel):
         self.repeat = first.q_proj.out_features // first.k_proj.out_features
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.way = "lean decoder, tree mask"
-        self.in_path_order = False  # see `exact`
+        self.in_path_order, self.deepest = False, sys.maxsize  # see `exact`
 
     def _rope(self, x_BND: Tensor, positions_BN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [B, N, 1, E], so that rotation is `x * cos + roll(x) * sin`."""

@@ -78,15 +78,20 @@ class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
     On machines that gain nothing from packing, the layers' own weights become views of the joined one, so that nothing is held
-    twice; not so with `passing`, for a product that is forgotten before the layers' weights are.
+    twice; not so with `passing`, for a product that is forgotten before the layers' weights are. Without `packs` all
+    weights stay as and where they are.
     """
 
-    def __init__(self, *layers: Any, passing: bool = False) -> None:
+    def __init__(self, *layers: Any, passing: bool = False, packs: bool = True) -> None:
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
+        self.apart = weights if not packs else None
+        if not packs:
+            self.packed = False
+            return
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.packed = all(_packable(layer) for layer in layers) and _works(layers[0])
         self.weight = pack(joined) if self.packed else joined
@@ -99,6 +104,9 @@ class Product:
                 layer.weight.data = part
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.apart is not None:
+            out = torch.cat([F.linear(x, weight) for weight in self.apart], dim=-1)
+            return out if self.bias is None else out + self.bias
         if self.packed and x.numel() <= MOST_ROWS * x.shape[-1]:
             return linear(x, self.weight, self.bias)
         if self.packed:

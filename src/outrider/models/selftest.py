@@ -17,6 +17,7 @@ from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.graphs import graphed
 from outrider.models.lean import LeanTreeModel
+from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import TreeModel
 from outrider.models.streaming import streamed_parts
 from outrider.models.tree_model import CachedTreeModel, Unsupported, context_length
@@ -95,6 +96,7 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
         raise ValueError(f"the model's context of {room} tokens is too short to test; it must hold at least {LONGEST}")
     notes: list[str] = []
     ways: tuple[Callable[[PreTrainedModel], Any], ...] = (
+        NativeTreeModel,
         LeanTreeModel,
         FactorTreeModel,
         CachedTreeModel,

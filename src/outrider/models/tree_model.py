@@ -114,6 +114,10 @@ class CachedTreeModel:
         """Recurrent states of so many rows."""
         return NodeStates(self.specs, batch, NODES, self.device)
 
+    def size(self, new: int, batch: int) -> int:
+        """Nodes that a call of so many is padded to."""
+        return bucket(new, self.dtype, batch) if self.windows else new
+
     def state_bytes_per_node(self) -> int:
         """Memory of the dense recurrent states of one pending node."""
         sizes = [
@@ -160,7 +164,7 @@ class CachedTreeState:
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits [B, N, V]; see `TreeState`."""
         new = max(map(len, tokens))
-        size = bucket(new, self.model.dtype, len(tokens)) if self.model.windows else new
+        size = self.model.size(new, len(tokens))
         base = max(self.lengths)
         start, waves = self.nodes.add(parents, size)
         end = start + size

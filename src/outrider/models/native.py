@@ -1,0 +1,131 @@
+"""The lean decoder with compiled kernels: a pass over a few nodes is one call, and takes little more than reading the weights.
+
+Weights stay where transformers has them. Prompts go through torch's products, which are better for many rows.
+
+Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.cache.tree_cache import TreeCache
+from outrider.models.lean import Block, LeanTreeModel
+from outrider.models.streaming import streamed_parts
+from outrider.models.tree_model import Unsupported
+from outrider.native.decoder import Attended, Decoder, DecoderLayer
+from outrider.native.library import Unavailable, library
+
+MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
+
+
+class NativeTreeModel(LeanTreeModel):
+    """A Llama-like transformers model whose trees are scored by compiled kernels, with the same bits wherever a token lies.
+
+    Raises:
+        Unsupported: without a compiler, and for models that the kernels do not compute.
+    """
+
+    packs = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        try:
+            library()
+        except Unavailable as reason:
+            raise Unsupported(str(reason)) from reason
+        if streamed_parts(model):
+            raise Unsupported("the kernels do not stream layers")
+        super().__init__(model)
+        if self.cap:
+            raise Unsupported("the kernels do not cap logits")
+        self.kind_names = sorted(self.kinds)
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        rope: Any = getattr(self.config, "rope_parameters", None) or {}
+        types = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+        self.rotations_stay = not any(kind in MOVING for kind in types)
+        try:
+            self.decoder = self._decoder(model)
+        except ValueError as reason:
+            raise Unsupported(str(reason)) from reason
+        self.way = "compiled kernels, tree mask"
+
+    def _decoder(self, model: PreTrainedModel) -> Decoder:
+        base: Any = model.base_model
+        head: Any = model.get_output_embeddings()
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        if len({(block.before_mixer.eps, block.heads, block.groups, block.size) for block in blocks}) > 1:
+            raise ValueError("the kernels want layers of one size")
+        layers = [_layer(*both, self.kind_names) for both in zip(base.layers, blocks)]
+        first = self.first = blocks[0]
+        activation = self.config.hidden_activation if self.typed_rotary else self.config.hidden_act
+        eps = first.before_mixer.eps
+        return Decoder(layers, first.heads, first.groups, first.size, activation, eps, self.norm.weight, head)
+
+    def size(self, new: int, batch: int) -> int:
+        """Nodes that a call is padded to: none, since every count gives the same bits."""
+        return new
+
+    def masks(self, visible: dict[int | None, Any]) -> Any:
+        """Which slots are seen, by window."""
+        return visible
+
+    @torch.inference_mode()
+    def forward(
+        self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Logits of every node [B, N, V], and hidden states at the taps."""
+        stream_BND = self.embedding(ids_BN).contiguous()
+        end, (groups, size) = cache.start + ids_BN.shape[1], (self.first.groups, self.first.size)
+        held = [cache.room(index, stream_BND, groups, size, end) for index in range(len(self.blocks))]
+        attended = Attended(
+            rotations=[self._rotations(kind, stream_BND, positions_BN) for kind in self.kind_names],
+            seen=[torch.from_numpy(np.ascontiguousarray(mask[self.windows.get(kind)])) for kind in self.kind_names],
+            start=cache.start,
+            keys=[keys for keys, _ in held],
+            values=[values for _, values in held],
+        )
+        logits_BNV, features, _ = self.decoder(stream_BND, attended, taps)
+        return logits_BNV, list(features) if features is not None else None
+
+    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [M, E] in float32, rounded as the model rounds them."""
+        if not self.rotations_stay:
+            cos, sin = self._rope(like, positions_BN, kind)
+            return cos.float().contiguous(), sin.float().contiguous()
+        positions_M = positions_BN.reshape(-1)
+        longest = int(positions_M.max()) + 1
+        if kind not in self._tables or longest > len(self._tables[kind][0]):
+            positions_1P = torch.arange(max(2 * longest, 512))[None]
+            cos, sin = self._rope(like, positions_1P, kind)
+            self._tables[kind] = cos[0, :, 0].float().contiguous(), sin[0, :, 0].float().contiguous()
+        cos_PE, sin_PE = self._tables[kind]
+        return cos_PE.index_select(0, positions_M), sin_PE.index_select(0, positions_M)
+
+
+def _layer(layer: Any, block: Block, kinds: list[str]) -> DecoderLayer:
+    """transformers' weights of a layer, as the kernels take them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    query_norm, key_norm = [norm.weight for norm in block.qk_norms] or [None, None]
+    return DecoderLayer(
+        before_mixer=block.before_mixer.weight,
+        before_ffn=block.before_ffn.weight,
+        query=attention.q_proj,
+        key=attention.k_proj,
+        value=attention.v_proj,
+        mixed=attention.o_proj,
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+        scale=block.scale,
+        kind=kinds.index(block.kind),
+        after_mixer=block.after_mixer.weight if block.after_mixer else None,
+        after_ffn=block.after_ffn.weight if block.after_ffn else None,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )

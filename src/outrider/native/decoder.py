@@ -1,0 +1,218 @@
+"""Decoder layers and products in the kernels' own terms: structures of pointers, and tensors that are kept alive for them.
+
+Shapes: B rows, N nodes, M = B * N, D width, H query heads, G key-value heads, E head size, S slots, C room for slots,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.native.library import library
+
+DTYPES = (torch.bfloat16, torch.float32)
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+LEAST = 16  # inner width
+MOST_SIZE = 256
+
+
+class _Linear(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64)]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("before_mixer", "after_mixer", "before_ffn", "after_ffn", "query_norm", "key_norm")
+        ),
+        *((name, _Linear) for name in ("query", "key", "value", "mixed", "gate", "up", "down")),
+        ("scale", c_float),
+        ("kind", c_int64),
+    ]
+
+
+class _Model(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("bytes", "layers", "width", "heads", "groups", "size", "inner", "activation")),
+        ("epsilon", c_float),
+        ("layer", POINTER(_Layer)),
+        ("norm", c_void_p),
+        ("unembed", _Linear),
+    ]
+
+
+class _Pass(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps")),
+        *((name, c_void_p) for name in ("stream", "cos", "sin", "seen", "keys", "values", "tapped")),
+        *((name, c_void_p) for name in ("features", "hidden", "logits")),
+    ]
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer, as torch holds them; norms as float32, None where there is none.
+
+    Args:
+        kind: which of a pass's rotations and visible slots the layer takes.
+    """
+
+    before_mixer: Tensor
+    before_ffn: Tensor
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    mixed: nn.Linear
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    scale: float
+    kind: int = 0
+    after_mixer: Tensor | None = None
+    after_ffn: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a pass attends to.
+
+    Args:
+        rotations: by kind, cosines and sines [M, E] in float32, those of the first half negated.
+        seen: by kind, which slots a node sees, bool [M, S].
+        start: slot of the first node; S is `start` + N.
+        keys, values: by layer, [B, G, C, E].
+    """
+
+    rotations: Sequence[tuple[Tensor, Tensor]]
+    seen: Sequence[Tensor]
+    start: int
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+
+@dataclass
+class Decoder:
+    """Layers, the last norm and the vocabulary head. Weights are read where they lie; nothing is copied but norms and biases.
+
+    Raises:
+        Unavailable: without compiled kernels.
+        ValueError: for sizes that the kernels do not compute.
+    """
+
+    layers: Sequence[DecoderLayer]
+    heads: int
+    groups: int
+    size: int
+    activation: str
+    epsilon: float
+    norm: Tensor
+    unembed: nn.Linear
+    _held: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._library = library()
+        self.dtype, self.width = self.unembed.weight.dtype, self.unembed.in_features
+        self.vocab = self.unembed.out_features
+        first = self.layers[0]
+        if self.dtype not in DTYPES or self.unembed.weight.device.type != "cpu":
+            raise ValueError(f"the kernels compute bf16 and float32 on a CPU, not {self.dtype}")
+        if self.size % 2 or self.size > MOST_SIZE:
+            raise ValueError(f"the kernels take heads of even sizes up to {MOST_SIZE}, not {self.size}")
+        if first.gate.out_features < LEAST:
+            raise ValueError(f"the kernels take inner widths of at least {LEAST}, not {first.gate.out_features}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"the kernels do not know the activation {self.activation!r}")
+        self._layers = (_Layer * len(self.layers))(*(self._layer(layer) for layer in self.layers))
+        self._model = _Model(
+            self.unembed.weight.element_size(),
+            len(self.layers),
+            self.width,
+            self.heads,
+            self.groups,
+            self.size,
+            first.gate.out_features,
+            ACTIVATIONS[self.activation],
+            self.epsilon,
+            self._layers,
+            self._norm(self.norm),
+            self._linear(self.unembed),
+        )
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        norms = (
+            layer.before_mixer,
+            layer.after_mixer,
+            layer.before_ffn,
+            layer.after_ffn,
+            layer.query_norm,
+            layer.key_norm,
+        )
+        linears = (layer.query, layer.key, layer.value, layer.mixed, layer.gate, layer.up, layer.down)
+        return _Layer(*map(self._norm, norms), *map(self._linear, linears), layer.scale, layer.kind)
+
+    def _norm(self, weight: Tensor | None) -> int | None:
+        if weight is None:
+            return None
+        self._held.append(held := weight.detach().float().contiguous())
+        return held.data_ptr()
+
+    def _linear(self, linear: nn.Linear) -> _Linear:
+        weight = linear.weight.detach()
+        if weight.dtype is not self.dtype or not weight.is_contiguous():
+            raise ValueError("the kernels want weights of one dtype, row after row")
+        self._held.append(weight)
+        return _Linear(weight.data_ptr(), self._norm(linear.bias), linear.out_features)
+
+    def __call__(
+        self,
+        stream_BND: Tensor,
+        attended: Attended,
+        taps: Sequence[int] = (),
+        hidden: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits [B, N, V]; outputs of the tapped layers side by side [B, N, taps * D]; those of the last norm [B, N, D].
+
+        The second and third only if wanted. New keys and values are written to their slots.
+
+        Args:
+            stream_BND: embeddings; overwritten.
+
+        Raises:
+            MemoryError: where there is none left for the pass.
+        """
+        batch, nodes, width = stream_BND.shape
+        logits_BNV = stream_BND.new_empty(batch, nodes, self.vocab)
+        features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
+        out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
+        keys, values = _pointers(attended.keys), _pointers(attended.values)
+        cos, sin = (_pointers([pair[part] for pair in attended.rotations]) for part in (0, 1))
+        seen, tapped = _pointers(attended.seen), (c_int64 * len(taps))(*taps)
+        call = _Pass(
+            batch,
+            nodes,
+            attended.start + nodes,
+            attended.keys[0].shape[2],
+            attended.start,
+            torch.get_num_threads(),
+            len(taps),
+            stream_BND.data_ptr(),
+            *(ctypes.addressof(part) for part in (cos, sin, seen, keys, values, tapped)),
+            *(part.data_ptr() if part is not None else None for part in (features, out_BND, logits_BNV)),
+        )
+        if self._library.outrider_pass(byref(self._model), byref(call)):
+            raise MemoryError("there is no memory left for a pass of the target")
+        return logits_BNV, features, out_BND
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])

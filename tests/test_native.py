@@ -1,0 +1,156 @@
+"""Compiled kernels say what transformers says, for every family and size they take, and nobody misses them where they are not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import outrider
+from families import tiny
+from native_kernels import needs_kernels
+from outrider.models.lean import LeanTreeModel
+from outrider.models.native import NativeTreeModel
+from outrider.models.selftest import Plain, tree_error, tree_model
+from outrider.native import library as module
+from outrider.native.library import Unavailable, library
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+ODD_SIZES = [
+    {
+        "hidden_size": 72,
+        "intermediate_size": 50,
+        "vocab_size": 99,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
+    {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 80,
+    },
+    {
+        "hidden_size": 34,
+        "intermediate_size": 17,
+        "vocab_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+    },
+]
+
+
+@pytest.fixture
+def kernels() -> None:
+    needs_kernels()
+
+
+def _llama(dtype: torch.dtype = torch.float32, **sizes: Any) -> tf.PreTrainedModel:
+    torch.manual_seed(1)
+    config = tf.LlamaConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, **sizes)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.normal_()
+    return model
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_like_families_are_scored_by_compiled_kernels(family: str) -> None:
+    target, tested = tree_model(tiny(family))
+    assert isinstance(target, NativeTreeModel) and tested.way == "compiled kernels, tree mask"
+    assert tested.error < 2e-6
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+def test_sizes_that_fill_no_vector_and_biases_are_right(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    model = _llama(dtype, **sizes)
+    limit = 2e-5 if dtype is torch.float32 else 3e-2
+    assert tree_error(NativeTreeModel(model), Plain(model)) < limit
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_prompts_and_taps_are_those_of_the_lean_decoder(family: str, threads: int) -> None:
+    found, before = [], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for way in (NativeTreeModel, LeanTreeModel):
+            state = way(tiny(family)).begin([[3], [5, 6, 7, 8, 9, 10, 11, 12, 13]], room=4, taps=(0, 1))
+            first = state.extend([[4, 5, 6, 7], [1, 2]], [[-1, 0, 0, 1], [-1, 0]])
+            early = torch.stack(list(state.features or []))
+            state.commit([[0, 2], [0]])
+            second = state.extend([[9] * 70, [8]], [list(range(-1, 69)), [-1]])  # more nodes than there is room for
+            found.append((first[0], first[1, :2], early[0], early[1, :2], second[0], second[1, :1]))
+    finally:
+        torch.set_num_threads(before)
+    for ours, theirs in zip(*found):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("OUTRIDER_NATIVE", "off", "switched off"),
+        ("CXX", "/nowhere/cc", "could not be compiled.*nowhere"),
+        ("CXX", "false", "could not be compiled.*false failed"),
+        ("PATH", "/nowhere", "no C\\+\\+ compiler"),
+    ],
+)
+def test_without_a_compiler_the_same_text_comes_from_torch(
+    variable: str, value: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    with_kernels = outrider.load(copy.deepcopy(tiny("llama"))).generate([1, 2, 3], max_new_tokens=12).token_ids
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    module._load.cache_clear()
+    try:
+        with pytest.raises(Unavailable, match=why):
+            library()
+        engine = outrider.load(copy.deepcopy(tiny("llama")))
+        assert engine.target.way == "lean decoder, tree mask"
+        assert any("kernels" in note for note in engine.selftest.notes)
+        assert engine.generate([1, 2, 3], max_new_tokens=12).token_ids == with_kernels
+    finally:
+        monkeypatch.undo()
+        module._load.cache_clear()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_are_compiled_once_and_again_when_their_source_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    first = module._built()
+    written = first.stat().st_mtime_ns
+    assert module._built() == first and first.stat().st_mtime_ns == written
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-DOTHER"))
+    assert module._built() != first
+
+
+def test_what_the_kernels_do_not_compute_goes_another_way() -> None:
+    needs_kernels()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }
+    for model in (_llama(**sizes, head_dim=300), _llama(torch.float64, **sizes, head_dim=16)):
+        target, tested = tree_model(model)
+        assert not isinstance(target, NativeTreeModel)
+        assert any(note.startswith("not NativeTreeModel: the kernels") for note in tested.notes)

@@ -40,7 +40,7 @@ struct Pass {
 };
 
 enum { SILU, GELU_TANH };
-constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64, QUARTER = 8;
+constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
@@ -233,14 +233,17 @@ class Run {
 
     void attend(const Layer& layer, int64_t l) {
         const int64_t count = p.batch * m.groups * tiles, parts = (p.slots + SLOTS - 1) / SLOTS;
-        const int64_t quarters = LANES / QUARTER, chunks = (m.size + LANES - 1) / LANES;
+        const int64_t most = std::min<int64_t>(LANES, lanes_of_group), some = most > 4 ? 8 : 4, groups = (most + some - 1) / some;
+        const int64_t chunks = (m.size + 2 * LANES - 1) / (2 * LANES);
         each(count, [&](int64_t i) { ask(layer, tile_of(i)); });
         each(count * parts, [&](int64_t i) { score(layer, l, tile_of(i / parts), i % parts * SLOTS); });
         each(count, [&](int64_t i) { weigh(layer, tile_of(i)); });
-        each(count * quarters * chunks, [&](int64_t i) {
-            const Tile t = tile_of(i / chunks / quarters);
-            const int64_t lane = i / chunks % quarters * QUARTER;
-            if (lane < t.count) mix(layer, l, t, lane, i % chunks * LANES);
+        each(count * groups * chunks, [&](int64_t i) {
+            const Tile t = tile_of(i / chunks / groups);
+            const int64_t lane = i / chunks % groups * some, e = i % chunks * 2 * LANES;
+            if (lane >= t.count) return;
+            if (some == 8) mix<8>(layer, l, t, lane, e);
+            else mix<4>(layer, l, t, lane, e);
         });
     }
 
@@ -275,6 +278,8 @@ class Run {
         typedef Step<T> S;
         const Ints* query = queries + t.number * units();
         Floats dot[COUNT] = {};
+        for (int64_t at = 0; at < COUNT * m.size * int64_t(sizeof(T)); at += LINE)
+            __builtin_prefetch(reinterpret_cast<const char*>(keys + (s + 2 * COUNT) * m.size) + at);
         for (int64_t u = 0; u < units(); u++) {
             typename S::Vector asked = (typename S::Vector)query[u];
             for (int j = 0; j < COUNT; j++)
@@ -301,28 +306,36 @@ class Run {
         shares[t.number] = 1.0f / (sum > 0.0f ? sum : Floats{} + 1.0f);
     }
 
-    // A vector of the values of all slots, for `QUARTER` lanes. A lane that is left over goes where the last one goes after it.
+    // Two vectors of the values of all slots, for SOME lanes. A lane that is left over goes where the last one goes after it.
+    template <int SOME>
     void mix(const Layer& layer, int64_t l, const Tile& t, int64_t lane, int64_t e) {
         const T* values = held(p.values, l, t) + e;
-        const int64_t some = std::min<int64_t>(LANES, m.size - e);
-        Floats sum[QUARTER] = {};
-        if (some == LANES) mix_slots(layer, t, lane, sum, [&](int64_t s) { return load(values + s * m.size); });
-        else mix_slots(layer, t, lane, sum, [&](int64_t s) { return load_some(values + s * m.size, some); });
-        for (int i = QUARTER - 1; i >= 0; i--) {
+        const int64_t one = std::min<int64_t>(LANES, m.size - e), two = std::min<int64_t>(LANES, m.size - e - one);
+        Floats sum[2][SOME] = {};
+        if (two == LANES)
+            mix_slots<SOME>(layer, t, lane, values, sum, [&](const T* p) { return load(p); }, [&](const T* p) { return load(p + LANES); });
+        else
+            mix_slots<SOME>(layer, t, lane, values, sum, [&](const T* p) { return load_some(p, one); },
+                      [&](const T* p) { return load_some(p + one, two); });
+        for (int i = SOME - 1; i >= 0; i--) {
             const int64_t at = t.first + std::min<int64_t>(lane + i, t.count - 1);
-            T* out = normal + (t.b * p.nodes + at / repeat) * query_width + (t.g * repeat + at % repeat) * m.size;
-            store_some(out + e, sum[i] * shares[t.number][lane + i], some);
+            T* out = normal + (t.b * p.nodes + at / repeat) * query_width + (t.g * repeat + at % repeat) * m.size + e;
+            const float share = shares[t.number][lane + i];
+            store_some(out, sum[0][i] * share, one);
+            store_some(out + one, sum[1][i] * share, two);
         }
     }
 
-    template <class Read>
-    void mix_slots(const Layer& layer, const Tile& t, int64_t lane, Floats* sum, Read read) {
+    template <int SOME, class First, class Second>
+    void mix_slots(const Layer& layer, const Tile& t, int64_t lane, const T* values, Floats (*sum)[SOME], First first, Second second) {
         const uint16_t* bits = seen_by(layer, t);
-        for (int64_t s = 0; s < p.slots; s++) {
+        const Floats* weights = scores + t.number * p.slots;
+        for (int64_t s = 0; s < p.slots; s++, values += m.size) {
             if (!bits[s]) continue;
-            const Floats x = read(s);
-            const float* weight = reinterpret_cast<const float*>(scores + t.number * p.slots + s) + lane;
-            for (int i = 0; i < QUARTER; i++) sum[i] += x * weight[i];
+            __builtin_prefetch(values + 16 * m.size);
+            const Floats x = first(values), y = second(values);
+            const float* weight = reinterpret_cast<const float*>(weights + s) + lane;
+            for (int i = 0; i < SOME; i++) sum[0][i] += x * weight[i], sum[1][i] += y * weight[i];
         }
     }
 

@@ -31,12 +31,14 @@ inline void store(bf16* p, Floats x) {  // to nearest, ties to even; NaN stays N
 }
 template <class T>
 inline Floats load_some(const T* p, int64_t count) {  // lanes that are not there are 0
+    if (count == LANES) return load(p);
     T all[LANES] = {};
     memcpy(all, p, count * sizeof(T));
     return load(all);
 }
 template <class T>
 inline void store_some(T* p, Floats x, int64_t count) {
+    if (count == LANES) return store(p, x);
     T all[LANES];
     store(all, x);
     memcpy(p, all, count * sizeof(T));

@@ -11,8 +11,8 @@
 
 #include "lanes.h"
 
-constexpr int TILE = 16;         // outputs that are made together
-constexpr int64_t AHEAD = 8192;  // bytes of weights asked for before they are needed
+constexpr int TILE = 16;  // outputs that are made together
+constexpr int64_t LINE = 64;
 
 // Steps of an inner product: as many inputs as one vector of T holds; `spread`: those of four bytes, in every lane.
 template <class T>
@@ -52,18 +52,30 @@ struct Step<bf16> {
 #endif
 };
 
+// Asks for the weights of the next tile while those of this one are used: evenly, so that memory never rests.
+struct Ahead {
+    const char* at;
+    int64_t step;  // bytes
+
+    template <int LINES>
+    void next() {
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * LINE, 0, 2);
+        at += LINES > 2 ? LINES * LINE : step;
+    }
+};
+
 // W rows of a weight times X rows of the input: out[j * W + i].
-template <class T, int W, int X>
-inline void tile(const T* w, int64_t inputs, const T* const* x, float* out) {
+template <class T, int W, int X, int LINES>
+inline void tile(const T* w, int64_t inputs, const T* const* x, float* out, Ahead& ahead) {
     typedef Step<T> S;
     Floats sum[TILE] = {};
     int64_t k = 0;
     for (; k + S::size <= inputs; k += S::size) {
         typename S::Vector at[X];
         for (int j = 0; j < X; j++) at[j] = S::read(x[j] + k);
+        ahead.template next<LINES>();
         for (int i = 0; i < W; i++) {
             const T* row = w + i * inputs + k;
-            __builtin_prefetch(reinterpret_cast<const char*>(row) + AHEAD);
             typename S::Vector weights = S::read(row);
             for (int j = 0; j < X; j++) sum[j * W + i] = S::add(sum[j * W + i], weights, at[j]);
         }
@@ -84,13 +96,13 @@ inline void tile(const T* w, int64_t inputs, const T* const* x, float* out) {
 }
 
 // `TILE` outputs of X rows of the input, of which only `rows` exist, W outputs at a time; `emit` gets all of a row's at once.
-template <class T, int W, int X, class Emit>
-inline void tiles(const T* w, int64_t inputs, const T* x, int64_t first, int rows, Emit emit) {
+template <class T, int W, int X, int LINES, class Emit>
+inline void tiles(const T* w, int64_t inputs, const T* x, int64_t first, int rows, Ahead& ahead, Emit emit) {
     const T* at[X];
     for (int j = 0; j < X; j++) at[j] = x + (first + std::min(j, rows - 1)) * inputs;
     alignas(64) float some[TILE], all[X][TILE];
     for (int i = 0; i < TILE; i += W) {
-        tile<T, W, X>(w + i * inputs, inputs, at, some);
+        tile<T, W, X, LINES>(w + i * inputs, inputs, at, some, ahead);
         for (int j = 0; j < X; j++) memcpy(all[j] + i, some + j * W, W * sizeof(float));
     }
     for (int j = 0; j < rows; j++) emit(first + j, load(all[j]));
@@ -98,12 +110,15 @@ inline void tiles(const T* w, int64_t inputs, const T* x, int64_t first, int row
 
 template <class T, class Emit>
 inline void product_tile(const T* w, int64_t inputs, const T* x, int64_t rows, Emit emit) {
+    const int64_t chunks = (rows + 7) / 8;
+    Ahead ahead = {reinterpret_cast<const char*>(w + TILE * inputs), 2 * LINE / chunks};
     for (int64_t first = 0; first < rows; first += 8) {
         int left = int(std::min<int64_t>(8, rows - first));
-        if (left == 1) tiles<T, 16, 1>(w, inputs, x, first, left, emit);
-        else if (left == 2) tiles<T, 8, 2>(w, inputs, x, first, left, emit);
-        else if (left <= 4) tiles<T, 4, 4>(w, inputs, x, first, left, emit);
-        else tiles<T, 2, 8>(w, inputs, x, first, left, emit);
+        if (chunks > 1) tiles<T, 2, 8, 1>(w, inputs, x, first, left, ahead, emit);
+        else if (left > 4) tiles<T, 2, 8, 2>(w, inputs, x, first, left, ahead, emit);
+        else if (left > 2) tiles<T, 4, 4, 4>(w, inputs, x, first, left, ahead, emit);
+        else if (left == 2) tiles<T, 8, 2, 8>(w, inputs, x, first, left, ahead, emit);
+        else tiles<T, 16, 1, 16>(w, inputs, x, first, left, ahead, emit);
     }
 }
 
@@ -130,8 +145,9 @@ void product(const Linear& m, int64_t inputs, const T* x, int64_t rows, Out* out
         for (int64_t row = 0; row < rows; row++) {
             const T* at[1] = {x + row * inputs};
             alignas(64) float found[TILE];
+            Ahead none = {};
             for (int64_t o = 0; o < m.outs; o++) {
-                tile<T, 1, 1>(weight + o * inputs, inputs, at, found);
+                tile<T, 1, 1, 0>(weight + o * inputs, inputs, at, found, none);
                 set(out + row * stride + o, found[0] + (m.bias ? m.bias[o] : 0));
             }
         }

@@ -13,6 +13,7 @@ import transformers as tf
 import outrider
 from families import tiny
 from native_kernels import needs_kernels
+from outrider.models import native
 from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
@@ -154,3 +155,18 @@ def test_what_the_kernels_do_not_compute_goes_another_way() -> None:
         target, tested = tree_model(model)
         assert not isinstance(target, NativeTreeModel)
         assert any(note.startswith("not NativeTreeModel: the kernels") for note in tested.notes)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_prompt_has_the_same_bits_in_pieces_and_token_by_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = NativeTreeModel(copy.deepcopy(tiny(family)).to(torch.bfloat16))
+    text = [(5 * i + 2) % 48 for i in range(40)]
+    alone = target.begin([text[:1]], room=40)
+    for token in text[1:39]:
+        alone.extend([[token]], [[-1]])
+        alone.commit([[0]])
+    expected = alone.extend([text[39:]], [[-1]])
+    for chunk in (256, 7, 1):
+        monkeypatch.setattr(native, "CHUNK", chunk)
+        assert torch.equal(target.begin([text[:39]], room=1).extend([text[39:]], [[-1]]), expected)

@@ -1,6 +1,6 @@
 """The lean decoder with compiled kernels: a pass over a few nodes is one call, and takes little more than reading the weights.
 
-Weights stay where transformers has them. Prompts go through torch's products, which are better for many rows.
+Weights stay where transformers has them. Prompts go through the kernels too, some hundred tokens at a time.
 
 Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots, V vocabulary.
 """
@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.lean import Block, LeanTreeModel
 from outrider.models.streaming import streamed_parts
+from outrider.models.taps import check_layers
 from outrider.models.tree_model import Unsupported
 from outrider.native.decoder import Attended, Decoder, DecoderLayer
 from outrider.native.library import Unavailable, library
 
+CHUNK = 256  # prompt tokens of a pass: enough that weights are read rarely, few enough that memory stays small
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
 
 
@@ -80,18 +82,45 @@ class NativeTreeModel(LeanTreeModel):
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
+        logits_BNV, features = self._pass(ids_BN, positions_BN, mask, cache, taps)
+        assert logits_BNV is not None
+        return logits_BNV, list(features) if features is not None else None
+
+    def _pass(
+        self,
+        ids_BN: Tensor,
+        positions_BN: Tensor,
+        seen: dict[int | None, np.ndarray],
+        cache: TreeCache,
+        taps: Sequence[int],
+        logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
         stream_BND = self.embedding(ids_BN).contiguous()
         end, (groups, size) = cache.start + ids_BN.shape[1], (self.first.groups, self.first.size)
         held = [cache.room(index, stream_BND, groups, size, end) for index in range(len(self.blocks))]
         attended = Attended(
             rotations=[self._rotations(kind, stream_BND, positions_BN) for kind in self.kind_names],
-            seen=[torch.from_numpy(np.ascontiguousarray(mask[self.windows.get(kind)])) for kind in self.kind_names],
+            seen=[torch.from_numpy(np.ascontiguousarray(seen[self.windows.get(kind)])) for kind in self.kind_names],
             start=cache.start,
             keys=[keys for keys, _ in held],
             values=[values for _, values in held],
         )
-        logits_BNV, features, _ = self.decoder(stream_BND, attended, taps)
-        return logits_BNV, list(features) if features is not None else None
+        logits_BNV, features, _ = self.decoder(stream_BND, attended, taps, logits=logits)
+        return logits_BNV, features
+
+    @torch.inference_mode()
+    def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
+        check_layers(taps, len(self.blocks))
+        features = []
+        for at in range(0, len(tokens), CHUNK):
+            part = tokens[at : at + CHUNK]
+            start = cache.start = cache.seen
+            positions = torch.arange(start, start + len(part))[None]
+            seen = {window: _before(len(part), start, window) for window in set(self.windows.values())}
+            _, tapped = self._pass(torch.tensor([list(part)]), positions, seen, cache, taps, logits=False)
+            features += [] if tapped is None else [tapped[0]]
+            cache.seen += len(part)
+        return torch.cat(features) if features else torch.empty(0)
 
     def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [M, E] in float32, rounded as the model rounds them."""
@@ -106,6 +135,13 @@ class NativeTreeModel(LeanTreeModel):
             self._tables[kind] = cos[0, :, 0].float().contiguous(), sin[0, :, 0].float().contiguous()
         cos_PE, sin_PE = self._tables[kind]
         return cos_PE.index_select(0, positions_M), sin_PE.index_select(0, positions_M)
+
+
+def _before(new: int, start: int, window: int | None) -> np.ndarray:
+    """Which slots each of `new` prompt tokens behind `start` others sees, bool [1, N, S]."""
+    back_NS = np.arange(start, start + new)[:, None] - np.arange(start + new)
+    seen_NS: np.ndarray = back_NS >= 0 if window is None else (back_NS >= 0) & (back_NS < window)
+    return seen_NS[None]
 
 
 def _layer(layer: Any, block: Block, kinds: list[str]) -> DecoderLayer:

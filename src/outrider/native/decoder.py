@@ -178,11 +178,12 @@ class Decoder:
         stream_BND: Tensor,
         attended: Attended,
         taps: Sequence[int] = (),
+        logits: bool = True,
         hidden: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Logits [B, N, V]; outputs of the tapped layers side by side [B, N, taps * D]; those of the last norm [B, N, D].
 
-        The second and third only if wanted. New keys and values are written to their slots.
+        Each only if wanted. New keys and values are written to their slots.
 
         Args:
             stream_BND: embeddings; overwritten.
@@ -191,7 +192,7 @@ class Decoder:
             MemoryError: where there is none left for the pass.
         """
         batch, nodes, width = stream_BND.shape
-        logits_BNV = stream_BND.new_empty(batch, nodes, self.vocab)
+        logits_BNV = stream_BND.new_empty(batch, nodes, self.vocab) if logits else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
         keys, values = _pointers(attended.keys), _pointers(attended.values)

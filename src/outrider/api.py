@@ -24,6 +24,7 @@ from outrider.models.catalog import DEFAULT
 from outrider.models.exact import exactly
 from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
+from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.models.streaming import streaming
@@ -74,11 +75,16 @@ class Engine:
         exact: bool = False,
         **loading: Any,
     ) -> None:
-        self.model, self.tokenizer, self.name, self.exact = model, tokenizer, name, exact
+        self.model, self.tokenizer, self.name, self._tried_exact = model, tokenizer, name, exact
         self._find_target()
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
         self._tuned: dict[tuple[str, int], tuple[Drafter, Controller]] = {}
         self._experience: list[Experience] = []
+
+    @property
+    def exact(self) -> bool:
+        """Whether plain and speculative decoding have the same bits, by construction."""
+        return self._tried_exact or isinstance(self.target, NativeTreeModel)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -211,7 +217,7 @@ class Engine:
         found, self.selftest = tree_model(self.model)
         if found is not self._found:
             self._found, self.target = found, found
-            if self.exact:
+            if self._tried_exact:
                 self.target = exact = exactly(found)
                 self._deepest = exact.deepest
 
@@ -298,7 +304,8 @@ def load(
         device: by default a GPU where there is one.
         threads: CPU threads of torch; by default left as they are.
         trust_remote_code: run code that comes with a model.
-        exact: score so that plain and speculative decoding have the same bits in half precision too, at some cost.
+        exact: insist on the same bits for plain and speculative decoding in half precision too. With compiled
+            kernels they always have them; with torch's that costs some speed.
         memory_budget: most memory for the target's weights, such as "2GB" or bytes; what does not fit stays in its files and is
             read layer by layer in every pass. A drafter is loaded whole, beside it. By default everything is loaded.
 

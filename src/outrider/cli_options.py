@@ -28,7 +28,7 @@ DType = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, mps ... Default: a GPU where there is one.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")]
-Exact = Annotated[bool, typer.Option("--exact", help="The same bits as plain decoding in bf16 too; trees cost more.")]
+Exact = Annotated[bool, typer.Option("--exact", help="Insist on the same bits as plain decoding in bf16 too.")]
 Budget = Annotated[
     str | None,
     typer.Option(

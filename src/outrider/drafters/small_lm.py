@@ -20,6 +20,7 @@ from outrider.drafters.lm import LMDrafter
 from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.draft_vocab import CutHead
 from outrider.models.fingerprint import fingerprint
+from outrider.models.lean import LeanTreeModel
 from outrider.models.loading import load_model
 from outrider.models.packed import Packed
 from outrider.models.selftest import tree_model
@@ -70,8 +71,8 @@ def load_small_lm(
         ids, whole = load_file(folder / DRAFT_IDS)["draft_ids"].long(), cast(Any, loaded.model.get_output_embeddings())
         head = PackedCutHead(whole.weight, ids[ids < limit])
         model.draft_ids = head.ids
-        if hasattr(model, "unembed"):
-            model.unembed = head
+        if isinstance(model, LeanTreeModel):
+            model.speak_through(head)
         else:
             loaded.model.set_output_embeddings(head)
     return LMDrafter(model, "llama", limit)

@@ -30,7 +30,8 @@ def early_exit(target: TreeModel, layers: int) -> TreeModel:
     if not 1 <= layers <= count:
         raise ValueError(f"there is no exit after layer {layers} of {count}; give 1 to {count}")
     try:
-        shallow: Any = _lean(target, layers) if isinstance(target, LeanTreeModel) else _like(target, model, layers)
+        lean = isinstance(target, LeanTreeModel)
+        shallow: Any = target.shallow(layers) if lean else _like(target, model, layers)
         shallow.begin([[0]], 2).extend([[0, 0]], [[-1, 0]])
     except Exception as error:  # whatever transformers' code says to a shorter stack
         raise ValueError(
@@ -39,12 +40,6 @@ def early_exit(target: TreeModel, layers: int) -> TreeModel:
     shallow.way = f"{layers} of {count} layers, {target.way}"
     made: TreeModel = shallow
     return made
-
-
-def _lean(target: LeanTreeModel, layers: int) -> LeanTreeModel:
-    shallow = copy.copy(target)
-    shallow.blocks = target.blocks[:layers]
-    return shallow
 
 
 def _like(target: Any, model: PreTrainedModel, layers: int) -> Any:

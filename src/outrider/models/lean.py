@@ -9,6 +9,7 @@ Shapes: B rows, N nodes, D width, H query heads, G key-value heads, R = H / G, E
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from outrider.cache.attention import additive_mask
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import Attend, causal, folded
+from outrider.models.draft_vocab import CutHead
 from outrider.models.packed import Product
 from outrider.models.path_attention import path_ordered
 from outrider.models.streaming import Part, is_ours, streamed_parts
@@ -130,9 +132,8 @@ class LeanTreeModel(CachedTreeModel):
         types = getattr(config, "layer_types", None) or [next(iter(self.windows))] * config.num_hidden_layers
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
-        self.unembed = Product(
-            model.get_output_embeddings(), packs=self.packs
-        )  # the largest first: then the peak of memory is lowest
+        # the largest first: then the peak of memory is lowest
+        self.unembed: Callable[[Tensor], Tensor] = Product(model.get_output_embeddings(), packs=self.packs)
         parts, first = streamed_parts(model), base.layers[0].self_attn
         self.blocks = [
             StreamedBlock(parts[layer], layer, kind, gemma)
@@ -147,6 +148,16 @@ class LeanTreeModel(CachedTreeModel):
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.way = "lean decoder, tree mask"
         self.in_path_order, self.deepest = False, sys.maxsize  # see `exact`
+
+    def shallow(self, layers: int) -> LeanTreeModel:
+        """The same model with its first layers only."""
+        made = copy.copy(self)
+        made.blocks = self.blocks[:layers]
+        return made
+
+    def speak_through(self, head: CutHead) -> None:
+        """Take another vocabulary head."""
+        self.unembed = head
 
     def _rope(self, x_BND: Tensor, positions_BN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [B, N, 1, E], so that rotation is `x * cos + roll(x) * sin`."""

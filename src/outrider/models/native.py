@@ -8,7 +8,7 @@ Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.cache.tree_cache import TreeCache
+from outrider.models.draft_vocab import CutHead
 from outrider.models.lean import Block, LeanTreeModel
 from outrider.models.streaming import streamed_parts
 from outrider.models.taps import check_layers
@@ -68,6 +69,17 @@ class NativeTreeModel(LeanTreeModel):
         activation = self.config.hidden_activation if self.typed_rotary else self.config.hidden_act
         eps = first.before_mixer.eps
         return Decoder(layers, first.heads, first.groups, first.size, activation, eps, self.norm.weight, head)
+
+    def shallow(self, layers: int) -> NativeTreeModel:
+        """The same model with its first layers only."""
+        made = cast(NativeTreeModel, super().shallow(layers))
+        made.decoder = self.decoder.changed(layers=self.decoder.layers[:layers])
+        return made
+
+    def speak_through(self, head: CutHead) -> None:
+        """Take another vocabulary head."""
+        super().speak_through(head)
+        self.decoder = self.decoder.changed(unembed=head.linear)
 
     def size(self, new: int, batch: int) -> int:
         """Nodes that a call is padded to: none, since every count gives the same bits."""

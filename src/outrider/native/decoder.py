@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class Decoder:
     epsilon: float
     norm: Tensor
     unembed: nn.Linear
-    _held: list[Any] = field(default_factory=list)
+    _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._library = library()
@@ -147,6 +147,10 @@ class Decoder:
             self._norm(self.norm),
             self._linear(self.unembed),
         )
+
+    def changed(self, **parts: Any) -> Decoder:
+        """The same decoder with other `layers`, another `unembed` ..."""
+        return replace(self, **parts)
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         norms = (
@@ -192,6 +196,7 @@ class Decoder:
             MemoryError: where there is none left for the pass.
         """
         batch, nodes, width = stream_BND.shape
+        assert len(attended.keys) == len(attended.values) == len(self.layers), "keys and values of every layer"
         logits_BNV = stream_BND.new_empty(batch, nodes, self.vocab) if logits else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None

@@ -21,9 +21,10 @@ from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
-from outrider.models.draft_vocab import CutHead, TextVocabulary
+from outrider.models.draft_vocab import CutHead, TextVocabulary, last
 from outrider.models.feature_head import Attend, FeatureHead
 from outrider.models.mamba_mixer import MambaMixer
+from outrider.models.native_head import native_head
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 from outrider.models.scans import TreeScan
@@ -54,6 +55,7 @@ class HeadModel:
         self.cut = CutHead(weight, head.draft_ids)
         self.draft_ids = self.cut.ids
         self.packed = Packed(nn.ModuleList([self.head, self.cut]))
+        self.native = native_head(self.head)
         self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
 
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
@@ -110,28 +112,46 @@ class HeadState:
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
+        with self.model.packed.active():
+            return self.vocabulary.logits(self._outputs(tokens, parents))
+
+    @torch.inference_mode()
+    def follow(self, tokens: Rows) -> Tensor:
+        """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
+        with self.model.packed.active():
+            outputs_BND = self._outputs(tokens, [range(-1, len(row) - 1) for row in tokens])
+            return self.vocabulary.logits(last(outputs_BND, tokens))[:, 0]
+
+    def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return the block's outputs [B, N, D]."""
         self._read()
         self.vocabulary.follow(tokens)
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         positions_BN = np.array(self.lengths)[:, None] + self.nodes.depths_BM[:, start : start + new]
-        positions = torch.from_numpy(positions_BN).to(model.device)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
-        features = self._features(tokens, start, new)
-        attend = self._attend(start, start + new) if model.head.attends else None
-        scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
-        with model.packed.active():
-            outputs = model.head(model.embedding(ids), features, positions, attend, scan)
-            logits_BNC = self.vocabulary.logits(outputs)
+        embedded, features = model.embedding(ids), self._features(tokens, start)
+        if model.native:
+            seen_BNS = self._visible(start, start + new)
+            outputs = model.native(model.head.joined(embedded, features), positions_BN, seen_BNS, self.layer)
+        else:
+            positions = torch.from_numpy(positions_BN).to(model.device)
+            attend = self._attend(start, start + new) if model.head.attends else None
+            scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
+            outputs = model.head(embedded, features, positions, attend, scan)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
-        return logits_BNC
+        return outputs
 
-    def _attend(self, start: int, end: int) -> Attend:
-        """Attention of the nodes from `start` to `end`; with a window, slots that nobody sees are not even read."""
+    def _visible(self, start: int, end: int) -> np.ndarray:
+        """Which slots the nodes from `start` to `end` see, bool [B, N, S]; with a window, from the lowest on that anyone sees."""
         base, window, low = max(self.lengths), self.model.head.config.attention_window, self._lowest()
         nodes, lengths = self.nodes, [length - low for length in self.lengths]
         ancestors_BNM = nodes.ancestors_BMM[:, start:end, :end]
-        seen = visibility(lengths, base - low, nodes.depths_BM[:, :end], ancestors_BNM, window)
+        return visibility(lengths, base - low, nodes.depths_BM[:, :end], ancestors_BNM, window)
+
+    def _attend(self, start: int, end: int) -> Attend:
+        """Attention of the nodes from `start` to `end`; with a window, slots that nobody sees are not even read."""
+        base, low, seen = max(self.lengths), self._lowest(), self._visible(start, end)
         config = self.model.head.config
         few = folded(additive_mask(seen, self.model.dtype, self.model.device), config.num_heads // config.num_kv_heads)
 
@@ -154,24 +174,27 @@ class HeadState:
             self.layer.forget(spare)
             self.forgotten += spare
 
-    def _features(self, tokens: Rows, start: int, new: int) -> Tensor:
-        """The feature of each node's predecessor, [B, N, D]."""
-        out = torch.zeros(
-            len(tokens), new, self.model.head.config.width, device=self.model.device, dtype=self.model.dtype
-        )
-        for row, row_tokens in enumerate(tokens):
-            known = len(self.seen[row])
-            places = []  # in what was seen, and in the outputs behind it
-            for node in range(start, start + len(row_tokens)):
-                at = self.lengths[row] + int(self.nodes.depths_BM[row, node]) - 1 - self.first[row]
-                parent = int(self.nodes.parents_BM[row, node])
-                assert at < known or 0 <= parent < start, "a drafted node comes after its parent"
-                places.append(at if at < known else known + parent)
-            if places:
-                both_XD = torch.cat([self.seen[row], self.outputs_BMD[row]]) if max(places) >= known else self.seen[row]
-                index = torch.tensor(places, device=self.model.device)
-                out[row, : len(places)] = both_XD.index_select(0, index)
-        return out
+    def _features(self, tokens: Rows, start: int) -> Tensor:
+        """The feature of each node's predecessor, [B, N, D]; 0 for padding."""
+        found = [self._features_of(row, start, start + len(row_tokens)) for row, row_tokens in enumerate(tokens)]
+        return found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+    def _features_of(self, row: int, start: int, end: int) -> Tensor:
+        """Of the nodes of a row, [N, D]."""
+        seen, known = self.seen[row], len(self.seen[row])
+        depths, parents = (of[row, start:end].tolist() for of in (self.nodes.depths_BM, self.nodes.parents_BM))
+        first = self.lengths[row] - 1 - self.first[row]
+        places = []  # in what was seen, and in the outputs behind it
+        for depth, parent in zip(depths, parents):
+            assert first + depth < known or 0 <= parent < start, "a drafted node comes after its parent"
+            places.append(first + depth if first + depth < known else known + parent)
+        if max(places, default=0) < known:
+            source_XD = seen
+        elif min(places) >= known:
+            source_XD, places = self.outputs_BMD[row], [place - known for place in places]
+        else:
+            source_XD = torch.cat([seen, self.outputs_BMD[row]])
+        return source_XD.index_select(0, torch.tensor(places, dtype=torch.long, device=self.model.device))
 
     @torch.inference_mode()
     def commit(self, paths: Rows) -> None:

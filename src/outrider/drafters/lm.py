@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider import noise
 from outrider.models.draft_vocab import TextVocabulary, widen
-from outrider.models.protocol import TreeModel, TreeState
+from outrider.models.protocol import Follower, TreeModel, TreeState
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
 from outrider.verify import ONE_HOT, Draft, Law, Trial, Verdict
@@ -118,8 +118,7 @@ class LMDraftState:
         while True:
             behind = [self._known(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
             chunk = [row[:CATCH_UP] for row in behind]
-            parents = [list(range(-1, len(row) - 1)) for row in chunk]
-            logits = self.state.extend(chunk, parents)
+            logits = self._follow(chunk)
             if all(len(row) <= CATCH_UP for row in behind):
                 break
             # rows that are nearly there must keep their root for the last chunk
@@ -130,7 +129,14 @@ class LMDraftState:
             _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=count)
             for context, row, count in zip(contexts, chunk, read)
         ]
-        return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits, chunk)]
+        return logits
+
+    def _follow(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Feed a chain to every row; logits after its last token, [1, V] each."""
+        if isinstance(self.state, Follower):
+            return list(self.state.follow(tokens)[:, None])
+        logits_BNV = self.state.extend(tokens, [range(-1, len(row) - 1) for row in tokens])
+        return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits_BNV, tokens)]
 
     # -- growing ---------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ Shapes: B rows, F or N nodes, D width, C draft vocabulary, E tokens that joined 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from outrider.models.resident import release
+from outrider.native.linear import row_product
 
 MOST_JOINED = 1024  # tokens of a text that join its draft vocabulary
 
@@ -47,7 +48,7 @@ class TextVocabulary:
     def __init__(self, cut: CutHead, batch: int) -> None:
         self.cut = cut
         self.joined: list[dict[int, None]] = [{} for _ in range(batch)]
-        self._rows_BED: Tensor | None = None
+        self._more: _Joined | None = None
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> None:
         """Take in what each text holds."""
@@ -55,7 +56,7 @@ class TextVocabulary:
             new = dict.fromkeys(token for token in row if token not in self.cut.known and token not in joined)
             if new and len(joined) < MOST_JOINED:
                 joined.update(new)
-                self._rows_BED = None
+                self._more = None
 
     def ids(self, row: int) -> Tensor:
         """Token ids of a row's logits, [C + E]."""
@@ -69,15 +70,36 @@ class TextVocabulary:
         logits_BNC: Tensor = self.cut(outputs_BND)
         if not any(self.joined):
             return logits_BNC
-        if self._rows_BED is None:
-            places = [torch.tensor(list(joined), dtype=torch.long) for joined in self.joined]
-            rows_BE = nn.utils.rnn.pad_sequence(places, batch_first=True).to(self.cut.whole_VD.device)
-            self._rows_BED = self.cut.whole_VD[rows_BE]
-        return torch.cat([logits_BNC, outputs_BND @ self._rows_BED.mT], dim=-1)
+        self._more = self._more or _Joined(self.cut.whole_VD, self.joined)
+        return torch.cat([logits_BNC, self._more(outputs_BND)], dim=-1)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self.joined, self._rows_BED = [self.joined[row] for row in rows], None
+        self.joined, self._more = [self.joined[row] for row in rows], None
+
+
+class _Joined:
+    """The rows of a vocabulary head that joined it, [B, E, D]."""
+
+    def __init__(self, weight_VD: Tensor, joined: Sequence[Iterable[int]]) -> None:
+        places = [torch.tensor(list(ids), dtype=torch.long) for ids in joined]
+        rows_BE = nn.utils.rnn.pad_sequence(places, batch_first=True).to(weight_VD.device)
+        self.rows_BED = weight_VD[rows_BE]
+        self.few = row_product([self.rows_BED[0]]) if len(joined) == 1 else None
+
+    def __call__(self, outputs_BND: Tensor) -> Tensor:
+        """Logits [B, N, E]."""
+        if self.few and self.few.takes(outputs_BND):
+            return self.few(outputs_BND)
+        return outputs_BND @ self.rows_BED.mT
+
+
+def last(outputs_BND: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """What belongs to the last token of each row, [B, 1, D]."""
+    if len(tokens) == 1:
+        return outputs_BND[:, -1:]
+    rows_B, lasts_B = torch.arange(len(tokens)), torch.tensor([len(row) - 1 for row in tokens])
+    return outputs_BND[rows_B.to(outputs_BND.device), lasts_B.to(outputs_BND.device), None]
 
 
 def widen(logits_FC: Tensor, draft_ids_C: Tensor | None, vocab: int) -> Tensor:

@@ -106,6 +106,12 @@ class FeatureHead(nn.Module):
         fused: Tensor = self.fuse(torch.cat([norm(tap) for norm, tap in zip(self.tap_norms, taps)], dim=-1))
         return fused
 
+    def joined(self, embedded_BND: Tensor, features_BND: Tensor) -> Tensor:
+        """What goes through the block, [B, N, D]."""
+        both = torch.cat([self.token_norm(embedded_BND), self.feature_norm(features_BND)], dim=-1)
+        joined: Tensor = self.join(both)
+        return joined
+
     def forward(
         self,
         embedded_BND: Tensor,
@@ -120,8 +126,7 @@ class FeatureHead(nn.Module):
             attend: what attention does, for cores that have it.
             scan: what the state-space mixer does, for cores that have it.
         """
-        joined = torch.cat([self.token_norm(embedded_BND), self.feature_norm(features_BND)], dim=-1)
-        x_BND: Tensor = self.join(joined)
+        x_BND = self.joined(embedded_BND, features_BND)
         normed_BND = self.mixer_norm(x_BND)
         if self.attends:
             assert attend is not None

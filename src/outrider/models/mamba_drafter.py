@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
-from outrider.models.draft_vocab import CutHead, TextVocabulary
+from outrider.models.draft_vocab import CutHead, TextVocabulary, last
 from outrider.models.mamba_mixer import MambaMixer, Scan
 from outrider.models.norm import Norm
 from outrider.models.packed import Packed
@@ -158,13 +158,25 @@ class MambaState:
     @torch.inference_mode()
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
+        with self.model.packed.active():
+            return self.vocabulary.logits(self._outputs(tokens, parents))
+
+    @torch.inference_mode()
+    def follow(self, tokens: Rows) -> Tensor:
+        """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
+        with self.model.packed.active():
+            outputs_BND = self._outputs(tokens, [range(-1, len(row) - 1) for row in tokens])
+            return self.vocabulary.logits(last(outputs_BND, tokens))[:, 0]
+
+    def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return the blocks' outputs [B, N, D]."""
         new = max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         scan = TreeScan(self.factors, self.nodes, start)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.model.device)
         self.vocabulary.follow(tokens)
-        with self.model.packed.active():
-            return self.vocabulary.logits(self.model.blocks(self.model.embedding(ids), scan))
+        outputs_BND: Tensor = self.model.blocks(self.model.embedding(ids), scan)
+        return outputs_BND
 
     @torch.inference_mode()
     def commit(self, paths: Rows) -> None:

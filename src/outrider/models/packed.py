@@ -1,11 +1,12 @@
-"""Linear layers with weights laid out once for the CPU's bf16 kernels.
+"""Linear layers of few rows on a CPU: through compiled kernels, or with weights laid out once for oneDNN.
 
+The kernels read weights as they lie (`native/linear.py`), so nothing is copied. Without a compiler, bf16 weights are packed:
 `torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
 are multiplied. oneDNN can keep the reordered weight; torch offers that only through private operators, so they are used
-here and nowhere else, after a check that they exist and give the very same numbers.
+here and nowhere else, after a check that they exist and give the very same numbers. Weights that are mapped from a file are given
+back once they are packed.
 
-Weights that are mapped from a file are given back once they are packed. Packing is active only inside `Packed.active()`: a model
-that the caller uses on its own behaves as before.
+Either is active only inside `Packed.active()`: a model that the caller uses on its own behaves as before.
 """
 
 from __future__ import annotations
@@ -20,31 +21,38 @@ from torch import Tensor, nn
 
 from outrider.models.resident import release
 from outrider.models.streaming import streaming
+from outrider.native.linear import RowProduct, row_product
 
 WORKING_ROWS = 16  # packing for one row makes more rows slower
 MOST_ROWS = 64  # beyond this the plain kernel is as good
 
 
 class Packed:
-    """The packed linear layers of a model; none where the machine or the dtype does not gain, or the memory has a budget."""
+    """The linear layers of a model, made faster for few rows; none where nothing is gained, or where the memory has
+    a budget."""
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
-        self.weights: dict[nn.Linear, Tensor] = {}
-        linears = (m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear))
-        layers = [m for m in linears if _packable(m)]
-        if layers and streaming(model) is None and _works(layers[0]):
-            self.weights = {layer: pack(layer.weight) for layer in layers}
+        self.products: dict[nn.Linear, RowProduct | _Reordered] = {}
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)]
+        if streaming(model) is None:
+            found = {layer: row_product([layer.weight], [layer.bias]) for layer in linears}
+            self.products = {layer: product for layer, product in found.items() if product is not None}
+            self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
+        for layer, product in self.products.items():
+            layer.__class__ = _SwitchedLinear
+            vars(layer)["switch"] = _Switch(self, product)
+
+    def _pack(self, layers: list[nn.Linear]) -> None:
+        if layers and _works(layers[0]):
+            self.products.update({layer: _Reordered(layer) for layer in layers})
             for layer in layers:
                 release(layer.weight)
-        for layer in self.weights:
-            layer.__class__ = _SwitchedLinear
-            vars(layer)["switch"] = _Switch(self)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the packed weights within the block."""
-        self.on = bool(self.weights)
+        """Use the fast products within the block."""
+        self.on = bool(self.products)
         try:
             yield
         finally:
@@ -52,34 +60,49 @@ class Packed:
 
 
 class _Switch:
-    """From a layer to its packing. A copy of the layer has none: its weights may change."""
+    """From a layer to its fast product. A copy of the layer has none: its weights may change."""
 
-    def __init__(self, packed: Packed | None) -> None:
-        self.packed = packed
+    def __init__(self, packed: Packed | None, product: RowProduct | _Reordered | None) -> None:
+        self.packed, self.product = packed, product
 
     def __deepcopy__(self, memo: Any) -> _Switch:
-        return _Switch(None)
+        return _Switch(None, None)
 
     def __reduce__(self) -> Any:
-        return _Switch, (None,)
+        return _Switch, (None, None)
 
 
 class _SwitchedLinear(nn.Linear):
-    """A linear layer that goes through its packed weight while that is switched on."""
+    """A linear layer that goes through its fast product while that is switched on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = vars(self)["switch"].packed
-        if packed is None or not packed.on or x.dtype is not torch.bfloat16 or x.numel() > MOST_ROWS * x.shape[-1]:
+        switch = self.__dict__["switch"]
+        if switch.packed is None or not switch.packed.on or not switch.product.takes(x):
             return super().forward(x)
-        return linear(x, packed.weights[self], self.bias)
+        out: Tensor = switch.product(x)
+        return out
+
+
+class _Reordered:
+    """A product with a bf16 weight in oneDNN's layout."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.weight, self.bias = pack(layer.weight), layer.bias
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is an input of few rows."""
+        return x.dtype is torch.bfloat16 and x.numel() <= MOST_ROWS * x.shape[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
-    On machines that gain nothing from packing, the layers' own weights become views of the joined one, so that nothing is held
-    twice; not so with `passing`, for a product that is forgotten before the layers' weights are. Without `packs` all
-    weights stay as and where they are.
+    Where compiled kernels multiply few rows, and without `packs`, all weights stay as and where they are. Else they are
+    joined; on machines that gain nothing from packing, the layers' own weights then become views of the joined one, so that
+    nothing is held twice; not so with `passing`, for a product that is forgotten before the layers' weights are.
     """
 
     def __init__(self, *layers: Any, passing: bool = False, packs: bool = True) -> None:
@@ -88,9 +111,10 @@ class Product:
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
-        self.apart = weights if not packs else None
-        if not packs:
-            self.packed = False
+        self.few = row_product(weights, [layer.bias for layer in layers])
+        self.apart = weights if self.few or not packs else None
+        self.packed = False
+        if self.apart is not None:
             return
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.packed = all(_packable(layer) for layer in layers) and _works(layers[0])
@@ -104,6 +128,8 @@ class Product:
                 layer.weight.data = part
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.few and self.few.takes(x):
+            return self.few(x)
         if self.apart is not None:
             out = torch.cat([F.linear(x, weight) for weight in self.apart], dim=-1)
             return out if self.bias is None else out + self.bias

@@ -6,7 +6,7 @@ The engine and the drafters know these two protocols and no class behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -48,6 +48,15 @@ class TreeState(Protocol):
 
     def bytes(self) -> int:
         """Memory of the state."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A `TreeState` that can leave out the logits that nobody asks for."""
+
+    def follow(self, tokens: Rows) -> Tensor:
+        """Feed a chain to every row, at least one token each, and return logits after its last token, [B, V]."""
         ...
 
 

@@ -40,6 +40,7 @@ struct Pass {
 };
 
 enum { SILU, GELU_TANH };
+constexpr int64_t WORTH_A_TEAM = 1 << 16;  // products of two numbers
 constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
@@ -361,9 +362,11 @@ class Run {
 };
 
 template <class T>
-void product_of(const Linear& m, int64_t inputs, const void* x, int64_t rows, void* out, int64_t threads) {
-#pragma omp parallel num_threads(int(threads))
-    product(m, inputs, static_cast<const T*>(x), rows, static_cast<T*>(out), m.outs);
+void products_of(const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out, int64_t stride,
+                 int64_t threads) {
+#pragma omp parallel num_threads(inputs * stride * rows < WORTH_A_TEAM ? 1 : int(threads))
+    for (int64_t i = 0, first = 0; i < count; first += m[i++].outs)
+        product(m[i], inputs, static_cast<const T*>(x), rows, static_cast<T*>(out) + first, stride);
 }
 
 }  // namespace
@@ -382,9 +385,10 @@ int outrider_pass(const Model* model, const Pass* pass) {
     return 0;
 }
 
-// out [M, outs] = x [M, K] times a weight [outs, K], all of two or four bytes a number.
-void outrider_product(int64_t bytes, const Linear* m, int64_t inputs, const void* x, int64_t rows, void* out, int64_t threads) {
-    if (bytes == 2) product_of<bf16>(*m, inputs, x, rows, out, threads);
-    else product_of<float>(*m, inputs, x, rows, out, threads);
+// Products of x [M, K] with `count` weights [outs, K], side by side in rows of `stride` numbers, all of two or four bytes a number.
+void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out,
+                      int64_t stride, int64_t threads) {
+    if (bytes == 2) products_of<bf16>(m, count, inputs, x, rows, out, stride, threads);
+    else products_of<float>(m, count, inputs, x, rows, out, stride, threads);
 }
 }

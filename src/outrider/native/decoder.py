@@ -16,15 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.native.library import library
+from outrider.native.linear import DTYPES, LinearStructure
 
-DTYPES = (torch.bfloat16, torch.float32)
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 LEAST = 16  # inner width
 MOST_SIZE = 256
-
-
-class _Linear(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64)]
 
 
 class _Layer(Structure):
@@ -33,7 +29,7 @@ class _Layer(Structure):
             (name, c_void_p)
             for name in ("before_mixer", "after_mixer", "before_ffn", "after_ffn", "query_norm", "key_norm")
         ),
-        *((name, _Linear) for name in ("query", "key", "value", "mixed", "gate", "up", "down")),
+        *((name, LinearStructure) for name in ("query", "key", "value", "mixed", "gate", "up", "down")),
         ("scale", c_float),
         ("kind", c_int64),
     ]
@@ -45,7 +41,7 @@ class _Model(Structure):
         ("epsilon", c_float),
         ("layer", POINTER(_Layer)),
         ("norm", c_void_p),
-        ("unembed", _Linear),
+        ("unembed", LinearStructure),
     ]
 
 
@@ -102,7 +98,7 @@ class Attended:
 
 @dataclass
 class Decoder:
-    """Layers, the last norm and the vocabulary head. Weights are read where they lie; nothing is copied but norms and biases.
+    """Layers, the last norm and perhaps a vocabulary head. Weights are read where they lie; only norms and biases are copied.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -116,15 +112,14 @@ class Decoder:
     activation: str
     epsilon: float
     norm: Tensor
-    unembed: nn.Linear
+    unembed: nn.Linear | None = None
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._library = library()
-        self.dtype, self.width = self.unembed.weight.dtype, self.unembed.in_features
-        self.vocab = self.unembed.out_features
         first = self.layers[0]
-        if self.dtype not in DTYPES or self.unembed.weight.device.type != "cpu":
+        self.dtype, self.width = first.query.weight.dtype, first.query.in_features
+        if self.dtype not in DTYPES or first.query.weight.device.type != "cpu":
             raise ValueError(f"the kernels compute bf16 and float32 on a CPU, not {self.dtype}")
         if self.size % 2 or self.size > MOST_SIZE:
             raise ValueError(f"the kernels take heads of even sizes up to {MOST_SIZE}, not {self.size}")
@@ -134,7 +129,7 @@ class Decoder:
             raise ValueError(f"the kernels do not know the activation {self.activation!r}")
         self._layers = (_Layer * len(self.layers))(*(self._layer(layer) for layer in self.layers))
         self._model = _Model(
-            self.unembed.weight.element_size(),
+            first.query.weight.element_size(),
             len(self.layers),
             self.width,
             self.heads,
@@ -145,7 +140,7 @@ class Decoder:
             self.epsilon,
             self._layers,
             self._norm(self.norm),
-            self._linear(self.unembed),
+            self._linear(self.unembed) if self.unembed else LinearStructure(),
         )
 
     def changed(self, **parts: Any) -> Decoder:
@@ -170,12 +165,12 @@ class Decoder:
         self._held.append(held := weight.detach().float().contiguous())
         return held.data_ptr()
 
-    def _linear(self, linear: nn.Linear) -> _Linear:
+    def _linear(self, linear: nn.Linear) -> LinearStructure:
         weight = linear.weight.detach()
         if weight.dtype is not self.dtype or not weight.is_contiguous():
             raise ValueError("the kernels want weights of one dtype, row after row")
         self._held.append(weight)
-        return _Linear(weight.data_ptr(), self._norm(linear.bias), linear.out_features)
+        return LinearStructure(weight.data_ptr(), self._norm(linear.bias), linear.out_features)
 
     def __call__(
         self,
@@ -187,7 +182,7 @@ class Decoder:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Logits [B, N, V]; outputs of the tapped layers side by side [B, N, taps * D]; those of the last norm [B, N, D].
 
-        Each only if wanted. New keys and values are written to their slots.
+        Each only if wanted, and logits only if there is a vocabulary head. New keys and values are written to their slots.
 
         Args:
             stream_BND: embeddings; overwritten.
@@ -197,7 +192,7 @@ class Decoder:
         """
         batch, nodes, width = stream_BND.shape
         assert len(attended.keys) == len(attended.values) == len(self.layers), "keys and values of every layer"
-        logits_BNV = stream_BND.new_empty(batch, nodes, self.vocab) if logits else None
+        logits_BNV = stream_BND.new_empty(batch, nodes, self.unembed.out_features) if logits and self.unembed else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
         keys, values = _pointers(attended.keys), _pointers(attended.values)

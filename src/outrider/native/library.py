@@ -48,9 +48,14 @@ def _load() -> ctypes.CDLL | str:
     if sys.platform != "linux":
         return f"kernels are compiled on Linux only, not on {sys.platform}"
     try:
-        return ctypes.CDLL(str(_built()))
+        found = ctypes.CDLL(str(_built()))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"kernels could not be compiled: {_first_line(error)}"
+    number, at = ctypes.c_int64, ctypes.c_void_p
+    found.outrider_pass.argtypes = [at, at]
+    found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
+    found.outrider_product.restype = None
+    return found
 
 
 def _built() -> Path:

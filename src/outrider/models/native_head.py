@@ -1,0 +1,100 @@
+"""The block of a feature head by compiled kernels: behind the product that joins its inputs, a decoder of one layer.
+
+Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outrider.cache.attention import AttentionLayer
+from outrider.models.feature_head import FeatureHead, rotary
+from outrider.native.decoder import Attended, Decoder, DecoderLayer
+from outrider.native.library import Unavailable
+
+
+class NativeHead:
+    """A block of core attention.
+
+    Raises:
+        Unavailable: without compiled kernels.
+        ValueError: for other cores, and for dtypes and sizes that the kernels do not compute.
+    """
+
+    def __init__(self, head: FeatureHead) -> None:
+        config, size = head.config, head.head_size
+        if config.core != "attention":
+            raise ValueError(f"the kernels compute no core {config.core!r}")
+        self.head, self.heads, self.groups, self.size = head, config.num_heads, config.num_kv_heads, size
+        query, key, value = _parts(head.qkv, [size * self.heads, size * self.groups, size * self.groups])
+        gate, up = _parts(head.up, [config.ffn, config.ffn])
+        layer = DecoderLayer(
+            before_mixer=head.mixer_norm.weight,
+            before_ffn=head.ffn_norm.weight,
+            query=query,
+            key=key,
+            value=value,
+            mixed=head.mixed,
+            gate=gate,
+            up=up,
+            down=head.down,
+            scale=size**-0.5,
+        )
+        eps = head.out_norm.eps
+        assert eps is not None
+        self.decoder = Decoder([layer], self.heads, self.groups, size, "silu", eps, head.out_norm.weight)
+        self._table = self._rotations(512)
+
+    def __call__(
+        self, joined_BND: Tensor, positions_BN: np.ndarray, seen_BNS: np.ndarray, held: AttentionLayer
+    ) -> Tensor:
+        """Outputs [B, N, D].
+
+        Args:
+            joined_BND: what the block's inputs were joined to; overwritten.
+            seen_BNS: the slots that each node sees; the last N are the nodes' own.
+            held: where keys and values are, and those of the nodes come to be.
+        """
+        end = seen_BNS.shape[2]
+        keys, values = held.reserve(joined_BND, self.groups, self.size, end)
+        positions_M = positions_BN.reshape(-1)
+        longest = int(positions_M.max()) + 1
+        if longest > len(self._table[0]):
+            self._table = self._rotations(2 * longest)
+        index_M = torch.from_numpy(positions_M)
+        attended = Attended(
+            rotations=[(self._table[0].index_select(0, index_M), self._table[1].index_select(0, index_M))],
+            seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
+            start=end - seen_BNS.shape[1],
+            keys=[keys],
+            values=[values],
+        )
+        outputs_BND = self.decoder(joined_BND, attended, hidden=True)[2]
+        assert outputs_BND is not None
+        return outputs_BND
+
+    def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [P, E] in float32, rounded as the head rounds them."""
+        dtype, theta = self.head.join.weight.dtype, self.head.config.rope_theta
+        cos, sin = (part[0, 0].float() for part in rotary(torch.arange(count)[None], self.size, theta, dtype))
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def native_head(head: FeatureHead) -> NativeHead | None:
+    """The block by compiled kernels; None where they do not compute it."""
+    try:
+        return NativeHead(head)
+    except (Unavailable, ValueError):
+        return None
+
+
+def _parts(linear: nn.Linear, sizes: list[int]) -> list[nn.Linear]:
+    """Rows of a layer without bias as layers of their own, in the same memory."""
+    found = []
+    for weight in linear.weight.detach().split(sizes):
+        part = nn.Linear(linear.in_features, len(weight), bias=False, device="meta")
+        part.weight = nn.Parameter(weight, requires_grad=False)
+        found.append(part)
+    return found

@@ -1,0 +1,82 @@
+"""Linear layers whose products with a few rows are computed by the kernels, from the weights as they lie.
+
+Shapes: M rows, K inputs, V outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from outrider.native.library import Unavailable, library
+
+DTYPES = (torch.bfloat16, torch.float32)
+FEW_ROWS = 32  # from here on torch's products are as fast or faster
+
+
+class LinearStructure(Structure):
+    """A weight [V, K], a bias [V] of float32 or null, and V."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64)]
+
+
+class RowProduct:
+    """x times the weights of linear layers that read the same input, plus their biases, the outputs side by side.
+
+    Every output depends on its own row alone, bit for bit. Weights that are changed in place are followed; a layer that gets
+    another weight tensor is not.
+
+    Args:
+        weights: [V, K] each.
+        biases: of each, [V] or None.
+
+    Raises:
+        Unavailable: without compiled kernels.
+        ValueError: for weights that the kernels do not read.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._call = library().outrider_product
+        weights = [weight.detach() for weight in weights]
+        biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
+        self.dtype, self.inputs = weights[0].dtype, weights[0].shape[1]
+        for weight in weights:
+            if weight.device.type != "cpu" or self.dtype not in DTYPES or weight.dtype is not self.dtype:
+                raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {weight.dtype} on {weight.device}")
+            if not weight.is_contiguous() or weight.shape[1] != self.inputs:
+                raise ValueError("the kernels want weights of one width, row after row")
+        self._held = weights, biases
+        parts = [
+            LinearStructure(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight))
+            for weight, bias in zip(weights, biases)
+        ]
+        self._parts = (LinearStructure * len(parts))(*parts)
+        self._at, self._count = byref(self._parts), len(parts)
+        self._bytes, self.outs = weights[0].element_size(), sum(map(len, weights))
+        self._most = FEW_ROWS * self.inputs
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is an input of few rows."""
+        return x.dtype is self.dtype and x.numel() <= self._most and x.shape[-1] == self.inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Outputs [..., V] of an input [..., K] in the dtype of the weights."""
+        x = x.contiguous()
+        shape = x.shape
+        out = x.new_empty(*shape[:-1], self.outs)
+        rows, threads = x.numel() // self.inputs, torch.get_num_threads()
+        self._call(
+            self._bytes, self._at, self._count, self.inputs, x.data_ptr(), rows, out.data_ptr(), self.outs, threads
+        )
+        return out
+
+
+def row_product(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> RowProduct | None:
+    """The product by the kernels; None where they do not compute it."""
+    try:
+        return RowProduct(weights, biases or [None] * len(weights))
+    except (Unavailable, ValueError):
+        return None

@@ -302,6 +302,9 @@ def choose(
 
 def _top(scores_FV: Tensor, count: int) -> list[list[int]]:
     """The `count` best tokens of each row, best first, impossible ones left out."""
+    if count == 1 and scores_FV.device.type == "cpu":  # many times faster than to sort
+        best_F = scores_FV.numpy().argmax(-1)
+        return [[token] if row_V[token] > -math.inf else [] for token, row_V in zip(best_F.tolist(), scores_FV.numpy())]
     values, tokens = scores_FV.topk(min(count, scores_FV.shape[-1]), dim=-1)
     # to the host in one copy: the impossible ones as -1
     known = tokens.masked_fill(~(values > float("-inf")), -1).tolist()
@@ -323,12 +326,10 @@ def _read(
     device = scores_FC.device
     columns_X = torch.tensor(columns, dtype=torch.long, device=device)
     tokens_X = columns_X if ids_C is None else ids_C.index_select(0, columns_X)
-    logq_X = torch.zeros(len(columns), device=device)
-    if believe:
-        rows_X = torch.tensor(
-            [row for row, picked in enumerate(chosen) for _ in picked], dtype=torch.long, device=device
-        )
-        logq_X = scores_FC.log_softmax(-1)[rows_X, columns_X]
+    if not believe:
+        return zip(tokens_X.tolist(), [0.0] * len(columns))
+    rows_X = torch.tensor([row for row, picked in enumerate(chosen) for _ in picked], dtype=torch.long, device=device)
+    logq_X = scores_FC.log_softmax(-1)[rows_X, columns_X]
     tokens, logq = torch.stack([tokens_X.float(), logq_X]).tolist()  # float32 holds token ids exactly
     return zip(map(int, tokens), logq)
 

@@ -48,7 +48,11 @@ class TextVocabulary:
     def __init__(self, cut: CutHead, batch: int) -> None:
         self.cut = cut
         self.joined: list[dict[int, None]] = [{} for _ in range(batch)]
+        self._forget()
+
+    def _forget(self) -> None:
         self._more: _Joined | None = None
+        self._ids: dict[int, Tensor] = {}
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> None:
         """Take in what each text holds."""
@@ -56,14 +60,16 @@ class TextVocabulary:
             new = dict.fromkeys(token for token in row if token not in self.cut.known and token not in joined)
             if new and len(joined) < MOST_JOINED:
                 joined.update(new)
-                self._more = None
+                self._forget()
 
     def ids(self, row: int) -> Tensor:
         """Token ids of a row's logits, [C + E]."""
         joined = self.joined[row]
         if not joined:
             return self.cut.ids
-        return torch.cat([self.cut.ids, torch.tensor(list(joined), device=self.cut.ids.device)])
+        if row not in self._ids:
+            self._ids[row] = torch.cat([self.cut.ids, torch.tensor(list(joined), device=self.cut.ids.device)])
+        return self._ids[row]
 
     def logits(self, outputs_BND: Tensor) -> Tensor:
         """Logits [B, N, C + E], E that of the row that has most; a row's own come first."""
@@ -75,7 +81,8 @@ class TextVocabulary:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self.joined, self._more = [self.joined[row] for row in rows], None
+        self.joined = [self.joined[row] for row in rows]
+        self._forget()
 
 
 class _Joined:

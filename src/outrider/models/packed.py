@@ -1,4 +1,4 @@
-"""Linear layers of few rows on a CPU: through compiled kernels, or with weights laid out once for oneDNN.
+"""Linear layers, and our own norms, over few rows on a CPU: by compiled kernels, or with weights laid out once for oneDNN.
 
 The kernels read weights as they lie (`native/linear.py`), so nothing is copied. Without a compiler, bf16 weights are packed:
 `torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
@@ -11,7 +11,7 @@ Either is active only inside `Packed.active()`: a model that the caller uses on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.models.norm import EPSILON, Norm
 from outrider.models.resident import release
 from outrider.models.streaming import streaming
-from outrider.native.linear import RowProduct, row_product
+from outrider.native.linear import RowNorm, RowProduct, row_norm, row_product
 
 WORKING_ROWS = 16  # packing for one row makes more rows slower
 MOST_ROWS = 64  # beyond this the plain kernel is as good
@@ -33,19 +34,25 @@ class Packed:
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
-        self.products: dict[nn.Linear, RowProduct | _Reordered] = {}
-        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)]
+        self.products: dict[nn.Module, Fast] = {}
         if streaming(model) is None:
-            found = {layer: row_product([layer.weight], [layer.bias]) for layer in linears}
-            self.products = {layer: product for layer, product in found.items() if product is not None}
+            linears = [
+                m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)
+            ]
+            norms = [m for m in model.modules() if isinstance(m, Norm)]
+            self._add({layer: row_product([layer.weight], [layer.bias]) for layer in linears})
+            self._add({norm: row_norm(norm.weight, norm.eps or EPSILON) for norm in norms})
             self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
         for layer, product in self.products.items():
-            layer.__class__ = _SwitchedLinear
+            layer.__class__ = _SwitchedNorm if isinstance(layer, Norm) else _SwitchedLinear
             vars(layer)["switch"] = _Switch(self, product)
+
+    def _add(self, found: Mapping[Any, Fast | None]) -> None:
+        self.products.update({layer: product for layer, product in found.items() if product is not None})
 
     def _pack(self, layers: list[nn.Linear]) -> None:
         if layers and _works(layers[0]):
-            self.products.update({layer: _Reordered(layer) for layer in layers})
+            self._add({layer: _Reordered(layer) for layer in layers})
             for layer in layers:
                 release(layer.weight)
 
@@ -62,8 +69,13 @@ class Packed:
 class _Switch:
     """From a layer to its fast product. A copy of the layer has none: its weights may change."""
 
-    def __init__(self, packed: Packed | None, product: RowProduct | _Reordered | None) -> None:
+    def __init__(self, packed: Packed | None, product: Fast | None) -> None:
         self.packed, self.product = packed, product
+
+    def product_for(self, x: Tensor) -> Fast | None:
+        """What computes this input, if it is switched on and takes it."""
+        on = self.packed is not None and self.packed.on and self.product is not None and self.product.takes(x)
+        return self.product if on else None
 
     def __deepcopy__(self, memo: Any) -> _Switch:
         return _Switch(None, None)
@@ -76,11 +88,16 @@ class _SwitchedLinear(nn.Linear):
     """A linear layer that goes through its fast product while that is switched on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        switch = self.__dict__["switch"]
-        if switch.packed is None or not switch.packed.on or not switch.product.takes(x):
-            return super().forward(x)
-        out: Tensor = switch.product(x)
-        return out
+        product: Fast | None = self.__dict__["switch"].product_for(x)
+        return product(x) if product else super().forward(x)
+
+
+class _SwitchedNorm(Norm):
+    """A norm of ours, likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Fast | None = self.__dict__["switch"].product_for(x)
+        return product(x) if product else super().forward(x)
 
 
 class _Reordered:
@@ -95,6 +112,9 @@ class _Reordered:
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+Fast = RowProduct | RowNorm | _Reordered
 
 
 class Product:

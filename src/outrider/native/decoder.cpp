@@ -369,6 +369,12 @@ void products_of(const Linear* m, int64_t count, int64_t inputs, const void* x, 
         product(m[i], inputs, static_cast<const T*>(x), rows, static_cast<T*>(out) + first, stride);
 }
 
+template <class T>
+void norms_of(const float* weight, float epsilon, int64_t width, const void* x, int64_t rows, void* out) {
+    for (int64_t at = 0; at < rows * width; at += width)
+        normed(static_cast<const T*>(x) + at, weight, epsilon, width, static_cast<T*>(out) + at);
+}
+
 }  // namespace
 
 extern "C" {
@@ -390,5 +396,11 @@ void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inp
                       int64_t stride, int64_t threads) {
     if (bytes == 2) products_of<bf16>(m, count, inputs, x, rows, out, stride, threads);
     else products_of<float>(m, count, inputs, x, rows, out, stride, threads);
+}
+
+// out = x / rms(x) * weight, of rows [M, D] of two or four bytes a number.
+void outrider_norm(int64_t bytes, const float* weight, float epsilon, int64_t width, const void* x, int64_t rows, void* out) {
+    if (bytes == 2) norms_of<bf16>(weight, epsilon, width, x, rows, out);
+    else norms_of<float>(weight, epsilon, width, x, rows, out);
 }
 }

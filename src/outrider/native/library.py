@@ -54,7 +54,8 @@ def _load() -> ctypes.CDLL | str:
     number, at = ctypes.c_int64, ctypes.c_void_p
     found.outrider_pass.argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
-    found.outrider_product.restype = None
+    found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
+    found.outrider_product.restype = found.outrider_norm.restype = None
     return found
 
 

@@ -1,6 +1,6 @@
-"""Linear layers whose products with a few rows are computed by the kernels, from the weights as they lie.
+"""Linear layers and norms over a few rows by the kernels, which read weights as they lie.
 
-Shapes: M rows, K inputs, V outputs.
+Shapes: M rows, K inputs, V outputs, D width.
 """
 
 from __future__ import annotations
@@ -78,5 +78,45 @@ def row_product(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | Non
     """The product by the kernels; None where they do not compute it."""
     try:
         return RowProduct(weights, biases or [None] * len(weights))
+    except (Unavailable, ValueError):
+        return None
+
+
+class RowNorm:
+    """An RMS norm. Its weights are copied: a change of them is not followed.
+
+    Args:
+        weight: [D].
+
+    Raises:
+        Unavailable: without compiled kernels.
+        ValueError: for dtypes and devices that the kernels do not compute.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self._call = library().outrider_norm
+        self.dtype, self.width, self.epsilon = weight.dtype, len(weight), epsilon
+        if self.dtype not in DTYPES or weight.device.type != "cpu":
+            raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {self.dtype} on {weight.device}")
+        self._weight, self._bytes = weight.detach().float().contiguous(), weight.element_size()
+        self._at, self._most = self._weight.data_ptr(), FEW_ROWS * self.width
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is an input of few rows."""
+        return x.dtype is self.dtype and x.numel() <= self._most and x.shape[-1] == self.width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normed input [..., D]."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows = x.numel() // self.width
+        self._call(self._bytes, self._at, self.epsilon, self.width, x.data_ptr(), rows, out.data_ptr())
+        return out
+
+
+def row_norm(weight: Tensor, epsilon: float) -> RowNorm | None:
+    """The norm by the kernels; None where they do not compute it."""
+    try:
+        return RowNorm(weight, epsilon)
     except (Unavailable, ValueError):
         return None

@@ -27,7 +27,7 @@ from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.native_head import native_head
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
-from outrider.models.scans import TreeScan
+from outrider.models.scans import mixer_kernels, tree_scan
 from outrider.sampling import Sampler
 from outrider.verify import Verdict
 
@@ -55,7 +55,7 @@ class HeadModel:
         self.cut = CutHead(weight, head.draft_ids)
         self.draft_ids = self.cut.ids
         self.packed = Packed(nn.ModuleList([self.head, self.cut]))
-        self.native = native_head(self.head)
+        self.native, self.kernels = native_head(self.head), mixer_kernels(self.head.modules())
         self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
 
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
@@ -137,7 +137,7 @@ class HeadState:
         else:
             positions = torch.from_numpy(positions_BN).to(model.device)
             attend = self._attend(start, start + new) if model.head.attends else None
-            scan = TreeScan(self.factors, self.nodes, start) if model.head.scans else None
+            scan = tree_scan(self.factors, self.nodes, start, model.kernels) if model.head.scans else None
             outputs = model.head(embedded, features, positions, attend, scan)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
         return outputs

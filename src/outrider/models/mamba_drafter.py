@@ -22,7 +22,7 @@ from outrider.models.mamba_mixer import MambaMixer, Scan
 from outrider.models.norm import Norm
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
-from outrider.models.scans import PromptScan, TreeScan, scan_sequence
+from outrider.models.scans import PromptScan, mixer_kernels, scan_sequence, tree_scan
 
 PREFILL_CHUNK = 1024
 NODES = 128  # that buffers hold before they grow
@@ -117,6 +117,7 @@ class MambaModel:
         self.draft_ids = self.cut.ids
         self.packed = Packed(nn.ModuleList([self.blocks, self.cut]))
         self.sizes = [m.sizes() for m in blocks.modules() if isinstance(m, MambaMixer)]
+        self.kernels = mixer_kernels(blocks.modules())
 
     @torch.inference_mode()
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> MambaState:
@@ -172,7 +173,7 @@ class MambaState:
         """Feed nodes, return the blocks' outputs [B, N, D]."""
         new = max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
-        scan = TreeScan(self.factors, self.nodes, start)
+        scan = tree_scan(self.factors, self.nodes, start, self.model.kernels)
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=self.model.device)
         self.vocabulary.follow(tokens)
         outputs_BND: Tensor = self.model.blocks(self.model.embedding(ids), scan)

@@ -9,6 +9,7 @@ Shapes: B rows, N tokens, D width, H heads, P head size, I = H * P, S state size
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,14 @@ TAPS = 4  # of the short convolution
 
 Scan = Callable[["MambaMixer", Tensor, Tensor], Tensor]
 """The mixer, its convolution's inputs [B, N, C], raw step sizes [B, N, H] -> outputs of the recurrence [B, N, I]."""
+
+
+class WholeScan(ABC):
+    """A scan that computes everything that a mixer does, not only how tokens follow one another."""
+
+    @abstractmethod
+    def mixed(self, mixer: MambaMixer, x_BND: Tensor) -> Tensor:
+        """The mixer's outputs [B, N, D]."""
 
 
 class MambaMixer(nn.Module):
@@ -53,8 +62,10 @@ class MambaMixer(nn.Module):
         dt_H = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias.copy_(dt_H + (-(-dt_H).expm1()).log())  # softplus(dt_bias) == dt
 
-    def forward(self, x_BND: Tensor, scan: Scan) -> Tensor:
+    def forward(self, x_BND: Tensor, scan: Scan | WholeScan) -> Tensor:
         """Outputs [B, N, D]."""
+        if isinstance(scan, WholeScan):
+            return scan.mixed(self, x_BND)
         gate, inputs, dt = self.in_proj(x_BND).split([self.inner, self.channels, self.num_heads], dim=-1)
         y_BNI = scan(self, inputs, dt).to(gate.dtype)
         out: Tensor = self.out_proj(self.norm(y_BNI * F.silu(gate)))

@@ -7,15 +7,19 @@ Shapes: B rows, T or N tokens, M pending nodes, C convolved channels, H heads, I
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.cache.factors import Factors
 from outrider.cache.nodes import window_slots
 from outrider.cache.pending import Pending
 from outrider.mixers import short_conv, ssd
-from outrider.models.mamba_mixer import TAPS, MambaMixer
+from outrider.models.mamba_mixer import TAPS, MambaMixer, WholeScan
+from outrider.native.library import Unavailable
+from outrider.native.mixer import MixerKernel
 
 
 def scan_sequence(mixer: MambaMixer, inputs_BTC: Tensor, dt_BTH: Tensor) -> Tensor:
@@ -83,3 +87,33 @@ class TreeScan:
         held.log_BHM[..., new] = (dt_BHM * mixer.A[:, None]) @ self.seen_BNM.mT.to(dt_BHM.dtype)
         factors = ssd.Factors(held.x_BMHP[:, known], held.b_BMS[:, known], dt_BHM, held.log_BHM[..., known])
         return ssd.tree(held.state_BHPS, factors, c, self.seen_BNM, mixer.D).flatten(2)
+
+
+class KernelScan(TreeScan, WholeScan):
+    """The same by compiled kernels.
+
+    Args:
+        kernels: of the mixers, by layer.
+    """
+
+    def __init__(self, factors: Factors, nodes: Pending, start: int, kernels: Mapping[int, MixerKernel]) -> None:
+        super().__init__(factors, nodes, start)
+        self.kernels = kernels
+
+    def mixed(self, mixer: MambaMixer, x_BND: Tensor) -> Tensor:
+        """The mixer's outputs [B, N, D]."""
+        held = self.factors.layers[mixer.layer]
+        return self.kernels[mixer.layer](x_BND, held, self.slots_X, self.seen_BNM)
+
+
+def mixer_kernels(modules: Iterable[nn.Module]) -> dict[int, MixerKernel]:
+    """Kernels of all mixers among some modules, by layer; none where they do not compute every one."""
+    try:
+        return {mixer.layer: MixerKernel(mixer) for mixer in modules if isinstance(mixer, MambaMixer)}
+    except (Unavailable, ValueError):
+        return {}
+
+
+def tree_scan(factors: Factors, nodes: Pending, start: int, kernels: Mapping[int, MixerKernel]) -> TreeScan:
+    """The nodes of a call, by kernels where there are any."""
+    return KernelScan(factors, nodes, start, kernels) if kernels else TreeScan(factors, nodes, start)

@@ -6,11 +6,7 @@
 // Shapes: B rows, N nodes, M = B * N, D width, H query heads, G key-value heads, R = H / G, E head size, S slots, C slots there
 // is room for, F inner width. T is the type of weights, streams, keys and values: bf16 or float.
 
-#include <cmath>
-#include <cstdlib>
-#include <new>
-
-#include "products.h"
+#include "rows.h"
 
 namespace {
 
@@ -40,7 +36,6 @@ struct Pass {
 };
 
 enum { SILU, GELU_TANH };
-constexpr int64_t WORTH_A_TEAM = 1 << 16;  // products of two numbers
 constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
@@ -48,45 +43,6 @@ inline Floats activated(Floats x, int64_t kind) {
     Floats inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return x - x / (exponential(2.0f * inner) + 1.0f);
 }
-
-// out = x / rms(x) * weight
-template <class In, class Out>
-inline void normed(const In* x, const float* weight, float epsilon, int64_t width, Out* out) {
-    Floats squares = {};
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) squares += load(x + i) * load(x + i);
-    float sum = total(squares);
-    for (; i < width; i++) sum += value(x[i]) * value(x[i]);
-    float factor = 1.0f / std::sqrt(sum / width + epsilon);
-    for (i = 0; i + LANES <= width; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
-    for (; i < width; i++) set(out + i, value(x[i]) * factor * weight[i]);
-}
-
-// Memory of the calling thread that passes use one after another.
-class Workspace {
-  public:
-    void begin(int64_t bytes) {
-        if (bytes > size) {
-            free(data);
-            data = static_cast<char*>(aligned_alloc(64, size = bytes + bytes / 2 / 64 * 64));
-            if (!data) size = 0, throw std::bad_alloc();
-        }
-        used = 0;
-    }
-    template <class T>
-    T* take(int64_t count) {
-        char* at = data + used;
-        used += padded<T>(count);
-        return reinterpret_cast<T*>(at);
-    }
-    template <class T>
-    static int64_t padded(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 64; }
-    ~Workspace() { free(data); }
-
-  private:
-    char* data = nullptr;
-    int64_t size = 0, used = 0;
-};
 
 template <class T>
 class Run {
@@ -126,13 +82,6 @@ class Run {
     Floats *scores, *shares;     // [tiles of all groups, S], [tiles of all groups]
     Ints* queries;               // [tiles of all groups, four bytes of E]
     uint16_t* seen;              // [kinds, B, tiles, S]: which lanes of a tile see a slot
-
-    template <class Work>
-    void each(int64_t count, Work work) {  // an even share of `count` for every thread, and a barrier
-        int64_t id = omp_get_thread_num(), team = omp_get_num_threads();
-        for (int64_t i = count * id / team; i < count * (id + 1) / team; i++) work(i);
-#pragma omp barrier
-    }
 
     void see() {
         each(kinds * p.batch * tiles, [&](int64_t i) {
@@ -361,20 +310,6 @@ class Run {
     }
 };
 
-template <class T>
-void products_of(const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out, int64_t stride,
-                 int64_t threads) {
-#pragma omp parallel num_threads(inputs * stride * rows < WORTH_A_TEAM ? 1 : int(threads))
-    for (int64_t i = 0, first = 0; i < count; first += m[i++].outs)
-        product(m[i], inputs, static_cast<const T*>(x), rows, static_cast<T*>(out) + first, stride);
-}
-
-template <class T>
-void norms_of(const float* weight, float epsilon, int64_t width, const void* x, int64_t rows, void* out) {
-    for (int64_t at = 0; at < rows * width; at += width)
-        normed(static_cast<const T*>(x) + at, weight, epsilon, width, static_cast<T*>(out) + at);
-}
-
 }  // namespace
 
 extern "C" {
@@ -389,18 +324,5 @@ int outrider_pass(const Model* model, const Pass* pass) {
         return 1;
     }
     return 0;
-}
-
-// Products of x [M, K] with `count` weights [outs, K], side by side in rows of `stride` numbers, all of two or four bytes a number.
-void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out,
-                      int64_t stride, int64_t threads) {
-    if (bytes == 2) products_of<bf16>(m, count, inputs, x, rows, out, stride, threads);
-    else products_of<float>(m, count, inputs, x, rows, out, stride, threads);
-}
-
-// out = x / rms(x) * weight, of rows [M, D] of two or four bytes a number.
-void outrider_norm(int64_t bytes, const float* weight, float epsilon, int64_t width, const void* x, int64_t rows, void* out) {
-    if (bytes == 2) norms_of<bf16>(weight, epsilon, width, x, rows, out);
-    else norms_of<float>(weight, epsilon, width, x, rows, out);
 }
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 from outrider.machine import cpuinfo
 from outrider.paths import cache_dir
 
-SOURCES = ("decoder.cpp", "products.h", "lanes.h")
+SOURCES = ("decoder.cpp", "mixer.cpp", "products.cpp", "rows.h", "products.h", "lanes.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 PATIENCE = 120.0  # seconds that a compiler may take
 
@@ -52,7 +52,7 @@ def _load() -> ctypes.CDLL | str:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"kernels could not be compiled: {_first_line(error)}"
     number, at = ctypes.c_int64, ctypes.c_void_p
-    found.outrider_pass.argtypes = [at, at]
+    found.outrider_pass.argtypes = found.outrider_mixer.argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
     found.outrider_product.restype = found.outrider_norm.restype = None
@@ -71,7 +71,8 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             out = Path(scratch) / built.name
-            _run([*compiler, *FLAGS, str(sources[0]), "-o", str(out)])
+            units = [str(source) for source in sources if source.suffix == ".cpp"]
+            _run([*compiler, *FLAGS, *units, "-o", str(out)])
             os.replace(out, built)  # whole or not there, also when two processes build it
     return built
 

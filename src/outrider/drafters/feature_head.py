@@ -131,13 +131,15 @@ class HeadState:
         positions_BN = np.array(self.lengths)[:, None] + self.nodes.depths_BM[:, start : start + new]
         ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
         embedded, features = model.embedding(ids), self._features(tokens, start)
+        scan = tree_scan(self.factors, self.nodes, start, model.kernels) if model.head.scans else None
         if model.native:
-            seen_BNS = self._visible(start, start + new)
-            outputs = model.native(model.head.joined(embedded, features), positions_BN, seen_BNS, self.layer)
+            x_BND, seen_BNS = model.head.joined(embedded, features), self._visible(start, start + new)
+            beside = model.head.ssm(model.head.mixer_norm(x_BND), scan) if scan else None
+            first = self._lowest() - self.forgotten
+            outputs = model.native(x_BND, positions_BN, seen_BNS, self.layer, first, beside)
         else:
             positions = torch.from_numpy(positions_BN).to(model.device)
             attend = self._attend(start, start + new) if model.head.attends else None
-            scan = tree_scan(self.factors, self.nodes, start, model.kernels) if model.head.scans else None
             outputs = model.head(embedded, features, positions, attend, scan)
         self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
         return outputs

@@ -30,8 +30,7 @@ def early_exit(target: TreeModel, layers: int) -> TreeModel:
     if not 1 <= layers <= count:
         raise ValueError(f"there is no exit after layer {layers} of {count}; give 1 to {count}")
     try:
-        lean = isinstance(target, LeanTreeModel)
-        shallow: Any = target.shallow(layers) if lean else _like(target, model, layers)
+        shallow: Any = _first_layers(target, model, layers)
         shallow.begin([[0]], 2).extend([[0, 0]], [[-1, 0]])
     except Exception as error:  # whatever transformers' code says to a shorter stack
         raise ValueError(
@@ -42,7 +41,9 @@ def early_exit(target: TreeModel, layers: int) -> TreeModel:
     return made
 
 
-def _like(target: Any, model: PreTrainedModel, layers: int) -> Any:
+def _first_layers(target: Any, model: PreTrainedModel, layers: int) -> Any:
+    if isinstance(target, LeanTreeModel):
+        return target.shallow(layers)
     shallow = type(target)(shortened(model, layers))
     if isinstance(target, CachedTreeModel):
         vars(shallow)["packed"] = target.packed

@@ -16,16 +16,16 @@ from outrider.native.library import Unavailable
 
 
 class NativeHead:
-    """A block of core attention.
+    """A block with attention; a state-space mixer beside it comes from elsewhere.
 
     Raises:
         Unavailable: without compiled kernels.
-        ValueError: for other cores, and for dtypes and sizes that the kernels do not compute.
+        ValueError: for a block without attention, and for dtypes and sizes that the kernels do not compute.
     """
 
     def __init__(self, head: FeatureHead) -> None:
         config, size = head.config, head.head_size
-        if config.core != "attention":
+        if not head.attends:
             raise ValueError(f"the kernels compute no core {config.core!r}")
         self.head, self.heads, self.groups, self.size = head, config.num_heads, config.num_kv_heads, size
         query, key, value = _parts(head.qkv, [size * self.heads, size * self.groups, size * self.groups])
@@ -48,7 +48,13 @@ class NativeHead:
         self._table = self._rotations(512)
 
     def __call__(
-        self, joined_BND: Tensor, positions_BN: np.ndarray, seen_BNS: np.ndarray, held: AttentionLayer
+        self,
+        joined_BND: Tensor,
+        positions_BN: np.ndarray,
+        seen_BNS: np.ndarray,
+        held: AttentionLayer,
+        first: int = 0,
+        beside_BND: Tensor | None = None,
     ) -> Tensor:
         """Outputs [B, N, D].
 
@@ -56,9 +62,11 @@ class NativeHead:
             joined_BND: what the block's inputs were joined to; overwritten.
             seen_BNS: the slots that each node sees; the last N are the nodes' own.
             held: where keys and values are, and those of the nodes come to be.
+            first: the slot that `seen` begins with.
+            beside_BND: the outputs of a mixer that read the same input.
         """
         end = seen_BNS.shape[2]
-        keys, values = held.reserve(joined_BND, self.groups, self.size, end)
+        keys, values = held.reserve(joined_BND, self.groups, self.size, first + end)
         positions_M = positions_BN.reshape(-1)
         longest = int(positions_M.max()) + 1
         if longest > len(self._table[0]):
@@ -68,10 +76,10 @@ class NativeHead:
             rotations=[(self._table[0].index_select(0, index_M), self._table[1].index_select(0, index_M))],
             seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
             start=end - seen_BNS.shape[1],
-            keys=[keys],
-            values=[values],
+            keys=[keys[:, :, first:]],
+            values=[values[:, :, first:]],
         )
-        outputs_BND = self.decoder(joined_BND, attended, hidden=True)[2]
+        outputs_BND = self.decoder(joined_BND, attended, hidden=True, beside_BND=beside_BND)[2]
         assert outputs_BND is not None
         return outputs_BND
 

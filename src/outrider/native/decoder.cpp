@@ -31,6 +31,7 @@ struct Pass {
     const float *const *cos, *const *sin;  // by kind [M, E]; sines of the first half negated
     const uint8_t* const* seen;       // by kind [M, S]
     void *const *keys, *const *values;  // by layer [B, G, C, E] of T; nodes are written from slot `start` on
+    const void* beside;               // [M, D] of T: joins the stream with the first layer's attention; null if nothing does
     const int64_t* tapped;            // layers whose outputs are wanted
     void *features, *hidden, *logits;  // [M, taps * D], behind the last norm [M, D], [M, V], of T; null where not wanted
 };
@@ -109,6 +110,7 @@ class Run {
         attend(layer, l);
         product(layer.mixed, query_width, normal, rows, change, m.width);
 #pragma omp barrier
+        if (p.beside && l == 0) each(rows, [&](int64_t row) { join_beside(row * m.width); });
         join(layer.after_mixer, -1, true, layer.before_ffn, normal);
         feed_forward(layer);
         product(layer.down, m.inner, inner, rows, change, m.width);
@@ -135,6 +137,11 @@ class Run {
                     memcpy(static_cast<T*>(p.features) + (row * p.taps + t) * m.width, x, m.width * sizeof(T));
             normed(x, weight, m.epsilon, m.width, out + row * m.width);
         });
+    }
+
+    void join_beside(int64_t first) {
+        const T* beside = static_cast<const T*>(p.beside) + first;
+        for (int64_t i = 0; i < m.width; i++) change[first + i] += value(beside[i]);
     }
 
     // A head of a node, normed and rotated.

@@ -1,4 +1,4 @@
-"""Decoder layers and products in the kernels' own terms: structures of pointers, and tensors that are kept alive for them.
+"""Decoder layers in the kernels' own terms: structures of pointers, and tensors that are kept alive for them.
 
 Shapes: B rows, N nodes, M = B * N, D width, H query heads, G key-value heads, E head size, S slots, C room for slots,
 V vocabulary.
@@ -48,7 +48,7 @@ class _Model(Structure):
 class _Pass(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps")),
-        *((name, c_void_p) for name in ("stream", "cos", "sin", "seen", "keys", "values", "tapped")),
+        *((name, c_void_p) for name in ("stream", "cos", "sin", "seen", "keys", "values", "beside", "tapped")),
         *((name, c_void_p) for name in ("features", "hidden", "logits")),
     ]
 
@@ -86,7 +86,7 @@ class Attended:
         rotations: by kind, cosines and sines [M, E] in float32, those of the first half negated.
         seen: by kind, which slots a node sees, bool [M, S].
         start: slot of the first node; S is `start` + N.
-        keys, values: by layer, [B, G, C, E].
+        keys, values: by layer, [B, G, C, E]; they may be parts of larger ones.
     """
 
     rotations: Sequence[tuple[Tensor, Tensor]]
@@ -179,6 +179,7 @@ class Decoder:
         taps: Sequence[int] = (),
         logits: bool = True,
         hidden: bool = False,
+        beside_BND: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Logits [B, N, V]; outputs of the tapped layers side by side [B, N, taps * D]; those of the last norm [B, N, D].
 
@@ -186,6 +187,7 @@ class Decoder:
 
         Args:
             stream_BND: embeddings; overwritten.
+            beside_BND: what joins the stream together with the first layer's attention.
 
         Raises:
             MemoryError: where there is none left for the pass.
@@ -202,12 +204,14 @@ class Decoder:
             batch,
             nodes,
             attended.start + nodes,
-            attended.keys[0].shape[2],
+            attended.keys[0].stride(1) // self.size,
             attended.start,
             torch.get_num_threads(),
             len(taps),
             stream_BND.data_ptr(),
-            *(ctypes.addressof(part) for part in (cos, sin, seen, keys, values, tapped)),
+            *(ctypes.addressof(part) for part in (cos, sin, seen, keys, values)),
+            beside_BND.data_ptr() if beside_BND is not None else None,
+            ctypes.addressof(tapped),
             *(part.data_ptr() if part is not None else None for part in (features, out_BND, logits_BNV)),
         )
         if self._library.outrider_pass(byref(self._model), byref(call)):

@@ -110,7 +110,7 @@ inline void tiles(const T* w, int64_t inputs, const T* x, int64_t first, int row
 
 template <class T, class Emit>
 inline void product_tile(const T* w, int64_t inputs, const T* x, int64_t rows, Emit emit) {
-    const int64_t chunks = (rows + 7) / 8;
+    const int64_t chunks = std::max<int64_t>(1, (rows + 7) / 8);
     Ahead ahead = {reinterpret_cast<const char*>(w + TILE * inputs), 2 * LINE / chunks};
     for (int64_t first = 0; first < rows; first += 8) {
         int left = int(std::min<int64_t>(8, rows - first));

@@ -63,9 +63,7 @@ class LayerStates:
             out_BN, rest = rule.masked(self.state_B, x, known, nodes.seen_BMM)
         else:
             plan = nodes.plan(together=form == "chains")
-            rebuilt = [
-                self._after_(self.state_B[row].clone(), row, nodes.path(row, node)) for row, node in plan.known
-            ]
+            rebuilt = [self._after_(self.state_B[row].clone(), row, nodes.path(row, node)) for row, node in plan.known]
             known_Y = torch.cat([self.state_B, torch.stack(rebuilt)]) if rebuilt else self.state_B
             out_BN, rest = rule.chains(known_Y, x, plan)
         self._write(rest, nodes, capacity)

@@ -1,4 +1,4 @@
-"""What drafting costs as the text grows: states of constant size stay so, and mistakes are one sentence."""
+"""What drafting and rounds cost as the text grows: states of constant size stay so, and mistakes are one sentence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from families import tiny
-from helpers import lm
+from helpers import lm, target_of
 from outrider.bench.context import Point, measure, plot
+from outrider.bench.context_rounds import measure_rounds
 from outrider.drafters.feature_head import HeadDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.feature_head import CORES
@@ -41,6 +42,45 @@ def test_what_was_drafted_is_forgotten() -> None:
 def test_mistakes_are_told(drafter: object, lengths: tuple[int, ...], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         measure({"it": drafter}, lengths)
+
+
+@pytest.mark.parametrize(("family", "recurrent", "attends"), [("mamba2", 1, 0), ("qwen3_next", 1, 1), ("llama", 0, 1)])
+def test_only_attention_layers_of_a_target_grow(family: str, recurrent: int, attends: int) -> None:
+    short, long = measure_rounds(target_of(family), (64, 384), depth=3, repeats=1)
+    assert (short.state_bytes, short.factor_bytes) == (long.state_bytes, long.factor_bytes)
+    assert (short.state_bytes > 0) == (short.factor_bytes > 0) == bool(recurrent)
+    assert (long.attention_bytes > 2 * short.attention_bytes) == bool(attends)
+    assert short.ms > 0 and long.ms > 0
+
+
+@pytest.mark.parametrize(("lengths", "word"), [((505,), "512 tokens, and 8"), ((), "1 or more")])
+def test_mistakes_about_rounds_are_told(lengths: tuple[int, ...], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        measure_rounds(target_of("llama"), lengths, depth=1, repeats=2)
+
+
+def test_the_command_without_drafters_measures_the_target(tmp_path: Path) -> None:
+    from outrider.cli import app
+
+    tiny("mamba2").save_pretrained(tmp_path / "model")
+    args = [
+        "bench",
+        "context",
+        "--target",
+        tmp_path / "model",
+        "--dtype",
+        "fp32",
+        "--lengths",
+        "16,64",
+        "--repeats",
+        "1",
+    ]
+    done = CliRunner().invoke(app, [str(a) for a in [*args, "--out", tmp_path / "out", "--json"]])
+    assert done.exit_code == 0, done.output
+    assert [point["length"] for point in json.loads(done.stdout)["rounds"]] == [16, 64]
+    assert (tmp_path / "out" / "context.png").stat().st_size > 1000
+    shown = CliRunner().invoke(app, [str(a) for a in args])
+    assert shown.exit_code == 0 and "states, MB" in shown.stdout
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_every_node_of_a_tree_is_the_delta_rule_along_its_path(parents: list[int
             path = path_of(row_parents, node)
             out, then = delta_definition(state[row], x, row, path)
             close(o[row, node], out)
-            close(linear.after(state[row], x.k_BNJK[row, path], u[row, path], x.g_BNHD[row, path]), then)
+            close(linear.after_(state[row].clone(), x.k_BNJK[row, path], u[row, path], x.g_BNHD[row, path]), then)
 
 
 def test_a_delta_tree_grown_in_calls_is_the_tree_in_one() -> None:
@@ -185,7 +185,7 @@ def test_a_delta_tree_grown_in_calls_is_the_tree_in_one() -> None:
         close(o, whole[:, a:b])
         made = plan([BUSHY[a:b]], a, b - a, DEVICE)
         paths = [path_of(BUSHY, node) for _, node in made.known]
-        rebuilt = [linear.after(state[0], k[0, path], u[0, path], g[0, path]) for path in paths]
+        rebuilt = [linear.after_(state[0].clone(), k[0, path], u[0, path], g[0, path]) for path in paths]
         close(gated_delta.chains(torch.stack([state[0], *rebuilt]), part, made)[0], whole[:, a:b])
     close(u, whole_u)
 
@@ -215,7 +215,7 @@ def test_strong_decay_gives_numbers(way: str) -> None:
         out, then = delta_definition(state[0], x, 0, path)
         close(o[0, node].double(), out, 2e-5)
         factors = (t[0, path] for t in (narrow.k_BNJK, u, narrow.g_BNHD))
-        close(linear.after(state[0].float(), *factors).double(), then, 2e-5)
+        close(linear.after_(state[0].float(), *factors).double(), then, 2e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])
@@ -270,7 +270,7 @@ def test_every_node_of_a_tree_is_mamba_2_along_its_path(parents: list[int], way:
             path = path_of(row_parents, node)
             out, then = definition(state[row], row, path)
             close(y[row, node], out)
-            close(ssd.after_groups(state[row], *(t[row, path] for t in factors)), then)
+            close(ssd.after_groups_(state[row].clone(), *(t[row, path] for t in factors)), then)
 
 
 def test_a_mamba_2_tree_grown_in_calls_is_the_tree_in_one() -> None:
@@ -337,7 +337,7 @@ def test_every_node_of_a_tree_is_mamba_1_along_its_path(parents: list[int], way:
             path = path_of(row_parents, node)
             out, then = selective_definition(state[row], x, A, row, path)
             close(y[row, node], out)
-            close(selective.after(state[row], *(t[row, path] for t in held), A), then)
+            close(selective.after_(state[row].clone(), *(t[row, path] for t in held), A), then)
 
 
 def test_a_mamba_1_tree_grown_in_calls_is_the_tree_in_one() -> None:

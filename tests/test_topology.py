@@ -90,7 +90,8 @@ def test_the_table_decides_by_rule_size_kind_and_number_of_nodes() -> None:
 
 def test_without_measurements_a_fixed_rule_decides() -> None:
     switch = Switch(CPU)
-    assert switch("gated delta", nodes(1, 1), 4096) == "serial"
+    assert switch("gated delta", nodes(1, 1), 4096) == "masked"
+    assert switch("mamba-1", nodes(1, 1), 4096) == "chains"
     assert switch("gated delta", nodes(9, 3), 4096) == "masked"
     assert switch("gated delta per channel", nodes(8, 3), 4096) == "masked"
     assert switch("gated delta per channel", nodes(9, 3), 4096) == "chains"

@@ -287,7 +287,9 @@ def mixers(
 
 
 def context(
-    drafter: Annotated[list[str], typer.Option(help="What to measure: a head, a mamba or a model; repeatable.")],
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="A head, a mamba or a model; repeatable. Default: the target's own rounds.")
+    ] = None,
     target: Target = "smollm2-135m",
     lengths: Annotated[str, typer.Option(help="Tokens of the contexts, joined by commas.")] = "128,1k,4k,8k",
     depth: Annotated[int, typer.Option(help="Levels of the chain that is drafted.")] = 5,
@@ -299,20 +301,28 @@ def context(
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Tell what drafting costs as the text grows: milliseconds a step and memory of the drafter's state."""
-    from outrider.bench.context import measure, plot, render, to_json
+    """Tell what the target's rounds, or drafting, cost as the text grows: milliseconds, and memory of states."""
+    from outrider.bench import context as drafting
+    from outrider.bench import context_rounds as scoring
+    from outrider.bench.report import provenance
+    from outrider.bench.runner import engine_facts
     from outrider.progress import progress
 
     wanted = [parse_count(text, "--lengths") for text in lengths.split(",")]
     engine = load_pair(target, "off", dtype, device, threads, trust_remote_code)
-    drafters = load_drafters(engine, drafter, trust_remote_code)
+    measured: Any
     with progress("bench context", quiet=json) as tell:
-        points = measure(drafters, wanted, depth, repeats, tell)
-    found = to_json(points, depth)
+        if drafter:
+            shown: Any = drafting
+            measured = drafting.measure(load_drafters(engine, drafter, trust_remote_code), wanted, depth, repeats, tell)
+        else:
+            shown = scoring
+            measured = scoring.measure_rounds(engine.target, wanted, depth, repeats, tell)
+    found = shown.to_json(measured, depth) | {"provenance": provenance() | engine_facts(engine)}
     if out is not None:
         write_json(found, out / "context.json")
-        plot(points, depth, out / "context.png")
+        shown.plot(measured, depth, out / "context.png")
     if json:
         print_json(found)
     else:
-        render(points, depth, Console())
+        shown.render(measured, depth, Console())

@@ -1,4 +1,4 @@
-"""Commands that hold promises about tuning to account: `bench choice`, `bench hostile`, `bench forecast`."""
+"""Commands that hold promises to account: `bench choice`, `bench hostile`, `bench forecast`, `bench rates`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.
 
 def register(bench: typer.Typer) -> None:
     """Add the commands."""
-    for command in (choice, hostile, forecast):
+    for command in (choice, hostile, forecast, rates):
         bench.command()(command)
 
 
@@ -154,3 +154,44 @@ def forecast(
     value = {"promise": PROMISE, "pairs": [one.to_json() for one in found]}
     if _told(value | {"provenance": provenance() | engine_facts(engine)}, out, json):
         render(found, Console())
+
+
+def rates(
+    target: Target = "smollm2-135m",
+    rates: Annotated[
+        str, typer.Option(help="Chances that a drafted token is right, joined by commas.")
+    ] = "0.3,0.4,0.5,0.6,0.7,0.8,0.9,1",
+    shapes: Annotated[str, typer.Option(help="chain3, 3x2x2, auto ..., joined by commas.")] = "chain1,chain3,chain7",
+    limit: Annotated[int, typer.Option(help="Random prompts of 64 tokens.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Draw the speed-up over plain decoding against the acceptance rate, with drafts of known quality that cost nothing."""
+    from outrider.bench.rates import measure_rates, plot, render, to_json
+    from outrider.bench.report import provenance
+    from outrider.bench.runner import engine_facts, parse_methods
+    from outrider.progress import progress
+
+    try:
+        chances = [float(text) for text in rates.split(",")]
+    except ValueError:
+        raise ValueError(f"--rates {rates!r} are no numbers; write for example 0.3,0.6,0.9") from None
+    chosen = parse_methods(shapes)
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("bench rates", quiet=json) as tell:
+        options: dict[str, Any] = {"prompts": limit, "temperature": temperature, "seed": seed, "tell": tell}
+        points = measure_rates(engine, chances, chosen, max_new_tokens, **options)
+    found = to_json(points) | {
+        "provenance": provenance() | engine_facts(engine) | {"drafter": "oracle", "way": engine.way.way}
+    }
+    if out is not None:
+        plot(points, out / "rates.png")
+    if _told(found, out and out / "rates.json", json):
+        render(points, Console())

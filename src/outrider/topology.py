@@ -28,7 +28,7 @@ from outrider.mixers.samples import Size
 from outrider.paths import cache_dir, exclusive
 from outrider.ways import ScoredLayer, ways_of
 
-NODES = (2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 4, 8, 16, 32, 64)
 # Qwen3-Next, GatedDeltaNet 1.3B, Kimi Linear, Mamba-2 1.3B, Mamba 1.4B
 STANDARD = (
     (DELTA.name, Size(16, 32, 128, 128)),
@@ -88,11 +88,9 @@ def store(entries: Sequence[Entry]) -> None:
 
 
 def static_way(rule: str, kind: str, nodes: int) -> str:
-    """Without measurements. One node is stepped. Several are scored at once, which takes fewest calls of kernels, but where
-    channels decay on their own that is much work: every entry of the state for every pair of nodes in Mamba-1, every key
-    channel for every pair in the delta rule."""
-    if nodes == 1:
-        return "serial"
+    """Without measurements. Nodes are scored at once, even one, which takes fewest calls of kernels and reads a state without
+    writing another; but where channels decay on their own that is much work: every entry of the state for every pair of nodes
+    in Mamba-1, every key channel for every pair in the delta rule."""
     if rule == SelectiveRule.name or (rule == DELTA_PER_CHANNEL.name and nodes > 8):
         return "chains"
     return "masked"
@@ -131,7 +129,7 @@ class Switch:
             return fixed
         entry = min(fitting, key=lambda e: abs(math.log(e.size.numbers / numbers)))
         ways = ways_of(rule, entry.size, self.device)
-        if behind or nodes <= 1:
+        if behind:
             ways = [way for way in ways if twins.form_of(way) == fixed]
         return measured_way(entry, kind, nodes, ways)
 

@@ -63,7 +63,7 @@ class LayerStates:
             out_BN, rest = rule.masked(self.state_B, x, known, nodes.seen_BMM)
         else:
             plan = nodes.plan(together=form == "chains")
-            rebuilt = [self._after(row, nodes.path(row, node)) for row, node in plan.known]
+            rebuilt = [self._after_(self.state_B[row].clone(), row, nodes.path(row, node)) for row, node in plan.known]
             known_Y = torch.cat([self.state_B, torch.stack(rebuilt)]) if rebuilt else self.state_B
             out_BN, rest = rule.chains(known_Y, x, plan)
         self._write(rest, nodes, capacity)
@@ -80,17 +80,17 @@ class LayerStates:
             held[:, nodes.start : nodes.end] = new_BN
             self.factors_BM[name] = held
 
-    def _after(self, row: int, path_L: Tensor) -> Tensor:
-        assert self.rule is not None and self.state_B is not None
+    def _after_(self, state: Tensor, row: int, path_L: Tensor) -> Tensor:
+        assert self.rule is not None
         factors_L = {name: buffer[row].index_select(0, path_L) for name, buffer in self.factors_BM.items()}
-        return self.rule.after(self.state_B[row], factors_L)
+        return self.rule.after_(state, factors_L)
 
     @torch.inference_mode()
     def settle(self) -> None:
         """Apply what was committed."""
         for row, path_L in self.due.items():
             if self.rule is not None and self.state_B is not None:
-                self.state_B[row] = self._after(row, path_L)
+                self._after_(self.state_B[row], row, path_L)
             if self.inputs_BSC is not None:
                 old, new = self.inputs_BSC[row, : self.window], self.inputs_BSC[row, self.window + path_L]
                 self.inputs_BSC[row, : self.window] = torch.cat([old, new])[len(path_L) :]

@@ -83,10 +83,10 @@ def step(state_FHKV: Tensor, q_FJK: Tensor, k_FJK: Tensor, u_FHV: Tensor, g_FHD:
     return ((q_FJK[:, :, None, None] @ state_FJRKV)[..., 0, :].flatten(1, 2),)
 
 
-def after(state_HKV: Tensor, k_LJK: Tensor, u_LHV: Tensor, g_LHD: Tensor) -> Tensor:
-    """The state after a path, from the factors of its nodes."""
+def after_(state_HKV: Tensor, k_LJK: Tensor, u_LHV: Tensor, g_LHD: Tensor) -> Tensor:
+    """The state after a path, from the factors of its nodes, in place."""
     log_LHD = exact(g_LHD).cumsum(0)
     left_LHD = (log_LHD[-1] - log_LHD).exp().to(g_LHD.dtype)
     kept_LHK = (heads(left_LHD, k_LJK.shape[1], 1) * k_LJK[:, :, None]).flatten(1, 2)
-    kept_HKV = log_LHD[-1].exp().to(g_LHD.dtype)[..., None] * state_HKV
-    return torch.baddbmm(kept_HKV, kept_LHK.permute(1, 2, 0), u_LHV.transpose(0, 1))
+    state_HKV.mul_(log_LHD[-1].exp().to(g_LHD.dtype)[..., None])
+    return state_HKV.baddbmm_(kept_LHK.permute(1, 2, 0), u_LHV.transpose(0, 1))

@@ -39,8 +39,8 @@ class Rule(Protocol):
         """The same, stepped in chains."""
         ...
 
-    def after(self, state: Tensor, factors: Factors) -> Tensor:
-        """The state after a path."""
+    def after_(self, state: Tensor, factors: Factors) -> Tensor:
+        """The state after a path, in place."""
         ...
 
 
@@ -71,9 +71,9 @@ class DeltaRule:
         o_BNHV, u_BNHV = self.maths.chains(known_Y, x, plan)
         return o_BNHV, {"u": u_BNHV}
 
-    def after(self, state: Tensor, factors: Factors) -> Tensor:
+    def after_(self, state: Tensor, factors: Factors) -> Tensor:
         """See `Rule`."""
-        return linear.after(state, factors["k"], factors["u"], factors["g"])
+        return linear.after_(state, factors["k"], factors["u"], factors["g"])
 
 
 class DualityInputs(NamedTuple):
@@ -101,9 +101,9 @@ class Duality:
         """See `Rule`."""
         return ssd.chains(known_Y, x.c_BNGS, x.new, plan), {}
 
-    def after(self, state: Tensor, factors: Factors) -> Tensor:
+    def after_(self, state: Tensor, factors: Factors) -> Tensor:
         """See `Rule`."""
-        return ssd.after_groups(state, factors["k"], factors["u"], factors["g"])
+        return ssd.after_groups_(state, factors["k"], factors["u"], factors["g"])
 
 
 class SelectiveRule:
@@ -129,9 +129,9 @@ class SelectiveRule:
         """See `Rule`."""
         return selective.chains(known_Y, x, self.A_DS, plan), {}
 
-    def after(self, state: Tensor, factors: Factors) -> Tensor:
+    def after_(self, state: Tensor, factors: Factors) -> Tensor:
         """See `Rule`."""
-        return selective.after(state, *self._held(factors), self.A_DS)
+        return selective.after_(state, *self._held(factors), self.A_DS)
 
     def _held(self, factors: Factors) -> selective.Factors:
         return selective.Factors(factors["dt"], factors["u"][..., 0, :], factors["k"][..., 0, :])

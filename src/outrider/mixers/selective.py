@@ -93,9 +93,9 @@ def masked(state_BDS: Tensor, c_BNS: Tensor, held: Factors, A_DS: Tensor, seen_B
     return y_BND
 
 
-def after(state_DS: Tensor, dt_LD: Tensor, w_LD: Tensor, b_LS: Tensor, A_DS: Tensor) -> Tensor:
-    """The state after a path, from the factors of its nodes."""
+def after_(state_DS: Tensor, dt_LD: Tensor, w_LD: Tensor, b_LS: Tensor, A_DS: Tensor) -> Tensor:
+    """The state after a path, from the factors of its nodes, in place."""
     tau_LD = exact(dt_LD).cumsum(0)
     left_LDS = ((tau_LD[-1] - tau_LD).to(A_DS.dtype)[..., None] * A_DS).exp_()
-    kept_DS = (tau_LD[-1].to(A_DS.dtype)[..., None] * A_DS).exp_() * state_DS
-    return kept_DS + torch.einsum("lds,ld,ls->ds", left_LDS, w_LD, b_LS)
+    state_DS.mul_((tau_LD[-1].to(A_DS.dtype)[..., None] * A_DS).exp_())
+    return state_DS.add_(torch.einsum("lds,ld,ls->ds", left_LDS, w_LD, b_LS))

@@ -170,6 +170,6 @@ def chains(known_YHPS: Tensor, c_BNGS: Tensor, new: linear.Factors, plan: Plan) 
     return y_BNHP
 
 
-def after_groups(state_HPS: Tensor, b_LGS: Tensor, u_LHP: Tensor, g_LH1: Tensor) -> Tensor:
-    """The state after a path, from its nodes' factors under `linear`."""
-    return linear.after(state_HPS.mT, b_LGS, u_LHP, g_LH1).mT
+def after_groups_(state_HPS: Tensor, b_LGS: Tensor, u_LHP: Tensor, g_LH1: Tensor) -> Tensor:
+    """The state after a path, from its nodes' factors under `linear`, in place."""
+    return linear.after_(state_HPS.mT, b_LGS, u_LHP, g_LH1).mT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -10,20 +11,29 @@ from typer.testing import CliRunner
 
 from families import tiny
 from helpers import PROMPT, engine, expected, lm
+from native_kernels import needs_kernels, without_kernels
 from outrider.api import Engine
 from outrider.bench.profile import REST, Profile, Stopwatch, plot, profile_rounds, profiling
 from outrider.engine import Run
 from outrider.models.packed import Product
 from toy import byte_tokenizer
 
+KERNELS = ("verify, compiled kernels",)
+TORCH = ("verify, linear layers", "verify, attention", "verify, norms")
 
-def test_parts_add_up_to_the_rounds() -> None:
-    made = Engine(tiny("llama"), None, "llama", lm("llama", 1))
+
+@pytest.mark.parametrize("verifying", [KERNELS, TORCH], ids=["kernels", "torch"])
+def test_parts_add_up_to_the_rounds(verifying: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if verifying is KERNELS:
+        needs_kernels()
+    else:
+        without_kernels(monkeypatch)
+    made = Engine(copy.deepcopy(tiny("llama")), None, "llama", lm("llama", 1))
     before = Run._round, Product.__call__
     found = profile_rounds(made, [PROMPT, PROMPT[:3]], 12, shape="3x2")
     assert (Run._round, Product.__call__) == before, "nothing stays wrapped"
     parts = found.to_json()["ms_by_part"]
-    for part in ("draft, level 1", "draft, level 2", "verify, linear layers", "verify, attention", "sampling", REST):
+    for part in ("draft, level 1", "draft, level 2", *verifying, "sampling", REST):
         assert parts[part] > 0, part
     assert min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(sum(found.groups().values()))
@@ -85,7 +95,7 @@ def test_the_command_writes_a_table_a_picture_and_json(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == json.loads((out / "round.json").read_text())
     assert (out / "round.png").stat().st_size > 1000
     shown = CliRunner().invoke(app, [*args, "--max-new-tokens", "6"])
-    assert "a round" in shown.stdout and "verify, linear layers" in shown.stdout
+    assert "a round" in shown.stdout and ("compiled kernels" in shown.stdout or "linear layers" in shown.stdout)
 
 
 def test_no_prompts_are_refused() -> None:

@@ -130,8 +130,10 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
     from outrider.drafters.table import TableDraftState
     from outrider.engine import Run
     from outrider.models.lean import LeanTreeModel, Norm
+    from outrider.models.native import NativeTreeModel
     from outrider.models.packed import Product
     from outrider.models.tree_model import CachedTreeModel, CachedTreeState
+    from outrider.native.decoder import Decoder
     from outrider.sequence import Sequence as Text
 
     return [
@@ -148,6 +150,8 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
         (CachedTreeState, "extend", "verify, masks and positions", REST),
         (CachedTreeModel, "forward", "verify, other operations", "verify"),
         (LeanTreeModel, "forward", "verify, other operations", "verify"),
+        (NativeTreeModel, "forward", "verify, other operations", "verify"),
+        (Decoder, "__call__", "verify, compiled kernels", "verify"),
         (Product, "__call__", "verify, linear layers", "verify"),
         (Norm, "__call__", "verify, norms", "verify"),
         (torch.nn.functional, "scaled_dot_product_attention", "verify, attention", "verify"),

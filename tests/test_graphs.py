@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from devices import DEVICE
 from families import tiny
 from helpers import PROMPT, PROMPTS, expected
+from native_kernels import without_kernels
 from outrider.api import Engine
 from outrider.drafters.lm import LMDrafter
 from outrider.models import graphs
@@ -20,6 +21,12 @@ from outrider.models.graphs import GraphedTreeModel, Outputs, Work, captured, gr
 from outrider.models.lean import LeanTreeModel
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no kernels for the CPU, which no graph could record."""
+    without_kernels(monkeypatch)
 
 
 class Recorded(TorchDispatchMode):

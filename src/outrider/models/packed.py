@@ -29,16 +29,16 @@ MOST_ROWS = 64  # beyond this the plain kernel is as good
 
 
 class Packed:
-    """The linear layers of a model, made faster for few rows; none where nothing is gained, or where the memory has
-    a budget."""
+    """The linear layers of a model, made faster for few rows where that gains something; none is copied where the memory has a
+    budget."""
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
         self.products: dict[nn.Module, Fast] = {}
-        if streaming(model) is None:
-            linears = [
-                m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)
-            ]
+        linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)]
+        if streaming(model) is not None:
+            self._add({layer: _Passing(layer) for layer in linears})
+        else:
             norms = [m for m in model.modules() if isinstance(m, Norm)]
             self._add({layer: row_product([layer.weight], [layer.bias]) for layer in linears})
             self._add({norm: row_norm(norm.weight, norm.eps or EPSILON) for norm in norms})
@@ -114,7 +114,27 @@ class _Reordered:
         return linear(x, self.weight, self.bias)
 
 
-Fast = RowProduct | RowNorm | _Reordered
+class _Passing:
+    """A product by the kernels with a weight that is only there while its layer runs; the bits are those of one that stays."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the kernels compute this input."""
+        product = self._product()
+        return product is not None and product.takes(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = self._product()
+        assert product is not None
+        return product(x)
+
+    def _product(self) -> RowProduct | None:
+        return row_product([self.layer.weight], [self.layer.bias])
+
+
+Fast = RowProduct | RowNorm | _Reordered | _Passing
 
 
 class Product:

@@ -82,11 +82,19 @@ def masked(state_BHKV: Tensor, x: Inputs, factors: linear.Factors, seen_BMM: Ten
         earlier_BJRMV = heads(factors.u_BMHV[:, :known], key_heads, 2).permute(0, 2, 3, 1, 4)
         u_BJRNV = u_BJRNV - lower_BJRNM[..., :known] @ earlier_BJRMV
         o_BJRNV = o_BJRNV + weights_BJRNM[..., :known] @ earlier_BJRMV
-    # the diagonal is not read: it is one by definition
-    u_BJRNV = torch.linalg.solve_triangular(lower_BJRNM[..., known:], u_BJRNV, upper=False, unitriangular=True)
+    u_BJRNV = _unit_inverse(lower_BJRNM[..., known:]) @ u_BJRNV
     o_BJRNV = o_BJRNV + weights_BJRNM[..., known:] @ u_BJRNV
     o_BNHV, u_BNHV = (t.permute(0, 3, 1, 2, 4).flatten(2, 3) for t in (o_BJRNV, u_BJRNV))
     return o_BNHV, u_BNHV
+
+
+def _unit_inverse(lower_NN: Tensor) -> Tensor:
+    """Of unit triangular matrices [..., N, N], whose diagonals are not read: they are one by definition.
+
+    An inverse and a product take less than half as long as solving for many columns.
+    """
+    one_NN = torch.eye(lower_NN.shape[-1], dtype=lower_NN.dtype, device=lower_NN.device)
+    return torch.linalg.solve_triangular(lower_NN, one_NN.expand_as(lower_NN), upper=False, unitriangular=True)
 
 
 def sequence(state_BHKV: Tensor, x: Inputs, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:

@@ -45,9 +45,9 @@ def decays(g_BMJRD: Tensor, seen_BMM: Tensor, new: int) -> tuple[Tensor, Tensor]
     g_BJRMD = exact(g_BMJRD).permute(0, 2, 3, 1, 4)
     log_BJRMD = seen_BMM.to(g_BJRMD.dtype)[:, None, None] @ g_BJRMD
     new_BJRND = log_BJRMD[..., -new:, :]
-    between = new_BJRND[..., :, None, :] - log_BJRMD[..., None, :, :]
+    between = (new_BJRND[..., :, None, :] - log_BJRMD[..., None, :, :]).to(g_BMJRD.dtype)
     unseen = ~seen_BMM[:, None, None, -new:, :, None]
-    return new_BJRND.exp().to(g_BMJRD.dtype), between.masked_fill_(unseen, float("-inf")).exp_().to(g_BMJRD.dtype)
+    return new_BJRND.to(g_BMJRD.dtype).exp_(), between.masked_fill_(unseen, float("-inf")).exp_()
 
 
 def scores(a_BJ1NK: Tensor, k_BJ1MK: Tensor, between_BJRNMD: Tensor) -> Tensor:

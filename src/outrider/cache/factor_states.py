@@ -2,7 +2,7 @@
 
 No node holds a state: what it reads follows from the committed state and the factors of its ancestors, and a commit rebuilds the
 state of the accepted node. Commits are deferred: a layer applies them when it is next run, or when its state is asked for, so
-that state and factors are touched once a round.
+that state and factors are touched once a round. (`factors` is the same for the one recurrence of our own drafters.)
 
 Shapes: B rows, N new nodes, M pending nodes, C convolved channels, W inputs of a committed window, S = W + nodes that fit,
 L nodes of a path.

@@ -4,9 +4,9 @@ A node's state follows from the committed one and the factors of its ancestors, 
 worked out attention-like, over the pending nodes, and a commit rebuilds the state of the accepted node. A node costs
 kilobytes instead of hundreds of them, and a chain of nodes is scored in one pass.
 
-These are the states of our own drafters. `factor_states` keeps those of any model of transformers, whatever its recurrence; here the
-one recurrence is known, so buffers have fixed places that compiled kernels write to, and a commit is applied at once: a drafter
-is fed level by level right behind it, and would gain nothing from waiting.
+These are the states of our own drafters; `factor_states` keeps those of any model of transformers, whatever its recurrence.
+Here the one recurrence is known, so that buffers have fixed places, to which compiled kernels write, and a commit is applied
+at once: a drafter is fed level by level right behind it, and would gain nothing from waiting.
 
 Shapes: B rows, N new nodes, M pending nodes, C convolved channels, W slots of a convolution's window, H heads, P head size,
 S state size.

@@ -16,7 +16,6 @@ from helpers import PROMPT, PROMPTS, SHAPES, Oracle, assert_same_tensors, commit
 from outrider.api import Engine
 from outrider.cache.factor_states import FactorStates
 from outrider.mixers.rules import NAMES
-from outrider.models import tree_model as module
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.selftest import tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
@@ -99,7 +98,7 @@ def test_a_prompt_in_pieces_leaves_the_state_of_the_whole(family: str, monkeypat
     target, prompt = tree_model(tiny(family))[0], [(7 * i + 3) % VOCAB for i in range(17)]
     whole = committed_tensors(target.begin([prompt]))
     for piece in (1, 2, 5):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", piece)
+        monkeypatch.setattr(CachedTreeModel, "chunk", piece)
         assert_same_tensors(committed_tensors(target.begin([prompt])), whole, 1e-5)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from devices import DEVICE
 from families import tiny
-from outrider.models import lean
 from outrider.models.lean import LeanTreeModel
 from outrider.models.taps import tapping
 
@@ -30,7 +29,7 @@ def after(model: Any, taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.T
 def test_a_prompt_in_pieces_is_the_prompt(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces shorter and longer than the window of mistral and gemma3, and than the prompt."""
     model = tiny(family)
-    monkeypatch.setattr(lean, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(LeanTreeModel, "chunk", chunk)
     found, _ = after(LeanTreeModel(model))
     for node, path in enumerate(([7], [7, 8], [7, 9])):
         with torch.inference_mode():
@@ -41,7 +40,7 @@ def test_a_prompt_in_pieces_is_the_prompt(family: str, chunk: int, monkeypatch: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_the_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(family)
-    monkeypatch.setattr(lean, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(LeanTreeModel, "chunk", 10)
     _, found = after(LeanTreeModel(model), (0, 1))
     with torch.inference_mode(), tapping(model, (0, 1)) as reader:
         model(input_ids=torch.tensor([PROMPT], device=DEVICE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers as tf
 import outrider
 from families import tiny
 from native_kernels import needs_kernels
-from outrider.models import native
+from outrider.models.exact import differing
 from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
@@ -142,6 +143,30 @@ def test_kernels_are_compiled_once_and_again_when_their_source_changes(
     assert module._built() != first
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for other CPUs of this kind")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+def test_cpus_without_wide_vectors_get_the_same_logits_and_keep_the_bits(
+    cpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = {**ODD_SIZES[1], "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    wide = _llama(torch.bfloat16, **sizes)
+    expected = NativeTreeModel(wide).begin([[1]], 4).extend([[2, 3, 4]], [[-1, 0, 0]])
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "FLAGS", [flag.replace("native", cpu) for flag in module.FLAGS])
+    module._load.cache_clear()
+    try:
+        narrow = NativeTreeModel(wide)
+        found = narrow.begin([[1]], 4).extend([[2, 3, 4]], [[-1, 0, 0]])
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+        assert differing(narrow) is None
+        exact = _llama(**sizes)
+        assert tree_error(NativeTreeModel(exact), Plain(exact)) < 2e-5
+    finally:
+        monkeypatch.undo()
+        module._load.cache_clear()
+
+
 def test_what_the_kernels_do_not_compute_goes_another_way() -> None:
     needs_kernels()
     sizes = {
@@ -168,5 +193,5 @@ def test_a_prompt_has_the_same_bits_in_pieces_and_token_by_token(family: str, mo
         alone.commit([[0]])
     expected = alone.extend([text[39:]], [[-1]])
     for chunk in (256, 7, 1):
-        monkeypatch.setattr(native, "CHUNK", chunk)
+        monkeypatch.setattr(NativeTreeModel, "chunk", chunk)
         assert torch.equal(target.begin([text[:39]], room=1).extend([text[39:]], [[-1]]), expected)

@@ -15,6 +15,7 @@ from outrider.drafters.lm import LMDrafter
 from outrider.drafters.oracle import OracleDrafter
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
+from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.models.tree_model import CachedTreeModel, Unsupported
 from outrider.options import Options
@@ -66,9 +67,8 @@ def test_blocks_fed_onto_a_state_are_allowed_only_where_they_are_right(monkeypat
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mamba", "mamba2", "qwen3_next", "jamba", "zamba"])
 def test_long_prompts_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.models import tree_model as module
-
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 5)
+    for way in (CachedTreeModel, NativeTreeModel):
+        monkeypatch.setattr(way, "chunk", 5)
     prompt = [(7 * i + 3) % 48 for i in range(33)]
     chunked = Engine(tiny(family), None, family, lm(family))
     result = chunked.generate(prompt, shape=3, max_new_tokens=8)

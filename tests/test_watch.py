@@ -13,6 +13,7 @@ from families import tiny
 from helpers import PROMPT, expected, lm
 from outrider.api import Engine
 from outrider.cli import app
+from outrider.counterfactual import Counterfactual
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, parse_shape
 from outrider.watch import BARS, Watching, follow, in_groups, picture, spark
@@ -20,9 +21,9 @@ from toy import byte_tokenizer
 
 
 def shown(rounds: list[Round]) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(picture(rounds))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    written = io.StringIO()
+    Console(file=written, width=120).print(picture(rounds))
+    return written.getvalue()
 
 
 def some(name: str, emitted: int, count: int, seconds: float = 0.5) -> list[Round]:
@@ -60,12 +61,14 @@ def test_bars_and_groups() -> None:
 def test_watching_changes_nothing(terminal: bool) -> None:
     tuned = Engine(tiny("llama"), None, "llama", lm("llama"))
     watching = Watching(tuned.controller())
-    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=terminal)
+    written = io.StringIO()
+    console = Console(file=written, width=100, height=30, force_terminal=terminal)
     result = follow(tuned.stream(list(PROMPT), shape=watching, max_new_tokens=60), watching, console)
     assert result.token_ids == expected("llama", max_new_tokens=60)
     assert len(watching.rounds) == result.stats.rounds
-    assert f"{len(watching.rounds)} rounds" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert tuned.controller().rounds == len(watching.rounds)  # type: ignore[attr-defined]
+    assert f"{len(watching.rounds)} rounds" in written.getvalue()
+    learned = tuned.controller()
+    assert isinstance(learned, Counterfactual) and learned.rounds == len(watching.rounds)
     assert watching.rounds[0].shape == OFF
 
 

@@ -21,7 +21,7 @@ from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
-from outrider.models.draft_vocab import CutHead, TextVocabulary, last
+from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
 from outrider.models.feature_head import Attend, FeatureHead
 from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.native_head import native_head
@@ -68,7 +68,7 @@ class HeadModel:
         return sum(size.node_bytes() for size in self.sizes)
 
 
-class HeadState:
+class HeadState(DraftState):
     """Keys, values, states, outputs and features of B rows.
 
     With a window, keys and values that all rows have left behind are given up: position p lies in slot p - `forgotten`.
@@ -108,19 +108,6 @@ class HeadState:
                 new = self.model.head.features(torch.cat(parts)[None])[0]
                 self.seen[row] = torch.cat([self.seen[row], new])
                 self.raw[row] = []
-
-    @torch.inference_mode()
-    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
-        """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
-        with self.model.packed.active():
-            return self.vocabulary.logits(self._outputs(tokens, parents))
-
-    @torch.inference_mode()
-    def follow(self, tokens: Rows) -> Tensor:
-        """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
-        with self.model.packed.active():
-            outputs_BND = self._outputs(tokens, [range(-1, len(row) - 1) for row in tokens])
-            return self.vocabulary.logits(last(outputs_BND, tokens))[:, 0]
 
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return the block's outputs [B, N, D]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,14 +39,18 @@ def folded(mask_B1NS: Tensor, repeat: int) -> Attend:
     return attend
 
 
+def seen_in_prompt(new: int, start: int, window: int | None) -> np.ndarray:
+    """Which slots each of `new` prompt tokens behind `start` others sees, bool [N, S]."""
+    back_NS = np.arange(start, start + new)[:, None] - np.arange(start + new)
+    return (back_NS >= 0) & (back_NS < (window or start + new))
+
+
 def causal(new: int, start: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Attend:
     """Attention of `new` prompt tokens behind `start` others."""
     mask: Tensor | None = None
     if start or (window is not None and start + new > window):
-        back_NS = torch.arange(start, start + new, device=device)[:, None] - torch.arange(start + new, device=device)
-        unseen_NS = (back_NS < 0) | (back_NS >= window) if window is not None else back_NS < 0
-        mask = torch.zeros(new, start + new, dtype=dtype, device=device)
-        mask.masked_fill_(unseen_NS, torch.finfo(dtype).min)
+        mask = torch.full((new, start + new), torch.finfo(dtype).min, dtype=dtype, device=device)
+        mask.masked_fill_(torch.from_numpy(seen_in_prompt(new, start, window)).to(device), 0.0)
 
     def attend(q_BNHE: Tensor, k_BGSE: Tensor, v_BGSE: Tensor, scale: float) -> Tensor:
         q = q_BNHE.transpose(1, 2)

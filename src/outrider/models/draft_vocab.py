@@ -9,11 +9,14 @@ Shapes: B rows, F or N nodes, D width, C draft vocabulary, E tokens that joined 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outrider.models.protocol import Rows
 from outrider.models.resident import release
 from outrider.native.linear import row_product
 
@@ -101,7 +104,31 @@ class _Joined:
         return outputs_BND @ self.rows_BED.mT
 
 
-def last(outputs_BND: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+class DraftState(ABC):
+    """Sequences in flight of a drafter that speaks through the vocabularies of its texts."""
+
+    model: Any
+    vocabulary: TextVocabulary
+
+    @abstractmethod
+    def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return what the vocabulary head reads, [B, N, D]."""
+
+    @torch.inference_mode()
+    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
+        with self.model.packed.active():
+            return self.vocabulary.logits(self._outputs(tokens, parents))
+
+    @torch.inference_mode()
+    def follow(self, tokens: Rows) -> Tensor:
+        """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
+        with self.model.packed.active():
+            outputs_BND = self._outputs(tokens, [range(-1, len(row) - 1) for row in tokens])
+            return self.vocabulary.logits(_last(outputs_BND, tokens))[:, 0]
+
+
+def _last(outputs_BND: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     """What belongs to the last token of each row, [B, 1, D]."""
     if len(tokens) == 1:
         return outputs_BND[:, -1:]

@@ -28,7 +28,7 @@ from outrider.models.packed import Product
 from outrider.models.path_attention import path_ordered
 from outrider.models.streaming import Part, is_ours, streamed_parts
 from outrider.models.taps import check_layers
-from outrider.models.tree_model import PREFILL_CHUNK, CachedTreeModel, Unsupported
+from outrider.models.tree_model import CachedTreeModel, Unsupported
 
 split = torch.split_with_sizes  # what `Tensor.split` comes to, without its Python
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -49,17 +49,17 @@ class Norm:
 
 
 class Block:
-    """One decoder layer, read from transformers' module; `passing`: for one pass only; `packs`: weights may be laid out anew."""
+    """One decoder layer, read from transformers' module; `passing`: for one pass only."""
 
-    def __init__(self, layer: Any, kind: str, offset: bool, passing: bool = False, packs: bool = True) -> None:
+    def __init__(self, layer: Any, kind: str, offset: bool, passing: bool = False) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.kind, self.scale = kind, float(attention.scaling)
         self.size = int(attention.head_dim)
         self.heads = attention.q_proj.out_features // self.size
         self.groups = attention.k_proj.out_features // self.size
-        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, passing=passing, packs=packs)
-        self.mixed, self.down = Product(attention.o_proj, packs=packs), Product(mlp.down_proj, packs=packs)
-        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, passing=passing, packs=packs)
+        self.qkv = Product(attention.q_proj, attention.k_proj, attention.v_proj, passing=passing)
+        self.mixed, self.down = Product(attention.o_proj), Product(mlp.down_proj)
+        self.gate_up = Product(mlp.gate_proj, mlp.up_proj, passing=passing)
         self.act: Callable[[Tensor], Tensor] = mlp.act_fn
         self.halves = [mlp.down_proj.in_features] * 2
         self.rotated, self.kinds = [self.heads + self.groups, self.groups], [self.heads, self.groups]
@@ -112,8 +112,6 @@ class LeanTreeModel(CachedTreeModel):
         Unsupported: for other families, and for options that the blocks do not compute.
     """
 
-    packs = True  # whether weights are laid out anew for products of a few rows
-
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
         if config.model_type not in FAMILIES:
@@ -133,12 +131,10 @@ class LeanTreeModel(CachedTreeModel):
         gemma = config.model_type.startswith("gemma")
         self.embedding: nn.Embedding = base.embed_tokens
         # the largest first: then the peak of memory is lowest
-        self.unembed: Callable[[Tensor], Tensor] = Product(model.get_output_embeddings(), packs=self.packs)
+        self.unembed: Callable[[Tensor], Tensor] = Product(model.get_output_embeddings())
         parts, first = streamed_parts(model), base.layers[0].self_attn
         self.blocks = [
-            StreamedBlock(parts[layer], layer, kind, gemma)
-            if layer in parts
-            else Block(layer, kind, gemma, packs=self.packs)
+            StreamedBlock(parts[layer], layer, kind, gemma) if layer in parts else Block(layer, kind, gemma)
             for layer, kind in zip(base.layers, types)
         ]
         self.norm = Norm(base.norm, gemma)
@@ -205,8 +201,8 @@ class LeanTreeModel(CachedTreeModel):
     def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
         check_layers(taps, len(self.blocks))
         features = []
-        for at in range(0, len(tokens), PREFILL_CHUNK):
-            part = tokens[at : at + PREFILL_CHUNK]
+        for at in range(0, len(tokens), self.chunk):
+            part = tokens[at : at + self.chunk]
             start = cache.start = cache.seen
             attends = {
                 kind: causal(len(part), start, self.windows.get(kind), self.dtype, self.device) for kind in self.kinds

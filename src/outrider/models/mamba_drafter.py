@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
-from outrider.models.draft_vocab import CutHead, TextVocabulary, last
+from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
 from outrider.models.mamba_mixer import MambaMixer, Scan
 from outrider.models.norm import Norm
 from outrider.models.packed import Packed
@@ -141,7 +141,7 @@ class MambaModel:
         return sum(size.node_bytes() for size in self.sizes)
 
 
-class MambaState:
+class MambaState(DraftState):
     """States of B rows and their pending nodes."""
 
     def __init__(self, model: MambaModel, batch: int) -> None:
@@ -155,19 +155,6 @@ class MambaState:
     def pending(self) -> int:
         """Pending nodes of each row, padding included."""
         return self.nodes.count
-
-    @torch.inference_mode()
-    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
-        """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
-        with self.model.packed.active():
-            return self.vocabulary.logits(self._outputs(tokens, parents))
-
-    @torch.inference_mode()
-    def follow(self, tokens: Rows) -> Tensor:
-        """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
-        with self.model.packed.active():
-            outputs_BND = self._outputs(tokens, [range(-1, len(row) - 1) for row in tokens])
-            return self.vocabulary.logits(last(outputs_BND, tokens))[:, 0]
 
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return the blocks' outputs [B, N, D]."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.cache.tree_cache import TreeCache
+from outrider.models.attention import seen_in_prompt
 from outrider.models.draft_vocab import CutHead
 from outrider.models.lean import Block, LeanTreeModel
 from outrider.models.streaming import streamed_parts
@@ -24,7 +25,6 @@ from outrider.models.tree_model import Unsupported
 from outrider.native.decoder import Attended, Decoder, DecoderLayer
 from outrider.native.library import Unavailable, library
 
-CHUNK = 256  # prompt tokens of a pass: enough that weights are read rarely, few enough that memory stays small
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
 
 
@@ -35,7 +35,7 @@ class NativeTreeModel(LeanTreeModel):
         Unsupported: without a compiler, and for models that the kernels do not compute.
     """
 
-    packs = False
+    chunk = 256  # enough that weights are read rarely, few enough that memory stays small
 
     def __init__(self, model: PreTrainedModel) -> None:
         try:
@@ -124,11 +124,11 @@ class NativeTreeModel(LeanTreeModel):
     def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
         check_layers(taps, len(self.blocks))
         features = []
-        for at in range(0, len(tokens), CHUNK):
-            part = tokens[at : at + CHUNK]
+        for at in range(0, len(tokens), self.chunk):
+            part = tokens[at : at + self.chunk]
             start = cache.start = cache.seen
             positions = torch.arange(start, start + len(part))[None]
-            seen = {window: _before(len(part), start, window) for window in set(self.windows.values())}
+            seen = {window: seen_in_prompt(len(part), start, window)[None] for window in set(self.windows.values())}
             _, tapped = self._pass(torch.tensor([list(part)]), positions, seen, cache, taps, logits=False)
             features += [] if tapped is None else [tapped[0]]
             cache.seen += len(part)
@@ -147,13 +147,6 @@ class NativeTreeModel(LeanTreeModel):
             self._tables[kind] = cos[0, :, 0].float().contiguous(), sin[0, :, 0].float().contiguous()
         cos_PE, sin_PE = self._tables[kind]
         return cos_PE.index_select(0, positions_M), sin_PE.index_select(0, positions_M)
-
-
-def _before(new: int, start: int, window: int | None) -> np.ndarray:
-    """Which slots each of `new` prompt tokens behind `start` others sees, bool [1, N, S]."""
-    back_NS = np.arange(start, start + new)[:, None] - np.arange(start + new)
-    seen_NS: np.ndarray = back_NS >= 0 if window is None else (back_NS >= 0) & (back_NS < window)
-    return seen_NS[None]
 
 
 def _layer(layer: Any, block: Block, kinds: list[str]) -> DecoderLayer:

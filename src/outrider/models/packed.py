@@ -140,21 +140,20 @@ Fast = RowProduct | RowNorm | _Reordered | _Passing
 class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
-    Where compiled kernels multiply few rows, and without `packs`, all weights stay as and where they are. Else they are
-    joined; on machines that gain nothing from packing, the layers' own weights then become views of the joined one, so that
-    nothing is held twice; not so with `passing`, for a product that is forgotten before the layers' weights are.
+    Where compiled kernels multiply few rows all weights stay as and where they are. Else they are joined; on machines that gain
+    nothing from packing, the layers' own weights then become views of the joined one, so that nothing is held twice; not so
+    with `passing`, for a product that is forgotten before the layers' weights are.
     """
 
-    def __init__(self, *layers: Any, passing: bool = False, packs: bool = True) -> None:
+    def __init__(self, *layers: Any, passing: bool = False) -> None:
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
         self.few = row_product(weights, [layer.bias for layer in layers])
-        self.apart = weights if self.few or not packs else None
-        self.packed = False
-        if self.apart is not None:
+        self.packed, self.apart = False, weights
+        if self.few:
             return
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.packed = all(_packable(layer) for layer in layers) and _works(layers[0])
@@ -170,7 +169,7 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         if self.few and self.few.takes(x):
             return self.few(x)
-        if self.apart is not None:
+        if self.few:
             out = torch.cat([F.linear(x, weight) for weight in self.apart], dim=-1)
             return out if self.bias is None else out + self.bias
         if self.packed and x.numel() <= MOST_ROWS * x.shape[-1]:

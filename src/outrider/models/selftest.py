@@ -189,12 +189,9 @@ def _allow_chunks(candidate: Any, plain: Plain, limit: float) -> bool:
     """Whether a block may be fed onto an existing state, so that long prompts can be prefilled in pieces."""
     if not isinstance(candidate, CachedTreeModel):
         return False
-    from outrider.models import tree_model as module
-
-    candidate.chunked_prefill, whole = True, module.PREFILL_CHUNK
-    module.PREFILL_CHUNK = 3
+    candidate.chunked_prefill, candidate.chunk = True, 3
     try:
         candidate.chunked_prefill = tree_error(candidate, plain) <= limit
     finally:
-        module.PREFILL_CHUNK = whole
+        del candidate.chunk
     return candidate.chunked_prefill

@@ -31,7 +31,6 @@ from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 from outrider.models.taps import tapping
 
-PREFILL_CHUNK = 1024
 NODES = 32  # that buffers of recurrent states hold before they grow
 # Rare node counts cost: oneDNN builds a kernel for every new number of rows. A few sizes are enough.
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -47,6 +46,8 @@ class CachedTreeModel:
     Raises:
         Unsupported: when the model takes no cache, or keeps state elsewhere.
     """
+
+    chunk = 1024  # prompt tokens of a pass
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -87,7 +88,7 @@ class CachedTreeModel:
         return reader.everything()
 
     def _feed_chunks(self, cache: TreeCache, tokens: Sequence[int]) -> None:
-        chunk = PREFILL_CHUNK if getattr(self, "chunked_prefill", False) else max(len(tokens), 1)
+        chunk = self.chunk if getattr(self, "chunked_prefill", False) else max(len(tokens), 1)
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
             cache.start = cache.seen

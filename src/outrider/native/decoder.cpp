@@ -40,7 +40,7 @@ enum { SILU, GELU_TANH };
 constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
-    if (kind == SILU) return x / (1.0f + exponential(-x));
+    if (kind == SILU) return silu(x);
     Floats inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return x - x / (exponential(2.0f * inner) + 1.0f);
 }
@@ -323,13 +323,9 @@ extern "C" {
 
 // 0, or 1 where there is no memory.
 int outrider_pass(const Model* model, const Pass* pass) {
-    thread_local Workspace space;
-    try {
+    return in_workspace([&](Workspace& space) {
         if (model->bytes == 2) Run<bf16>(*model, *pass, space)();
         else Run<float>(*model, *pass, space)();
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
+    });
 }
 }

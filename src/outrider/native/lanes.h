@@ -31,14 +31,14 @@ inline void store(bf16* p, Floats x) {  // to nearest, ties to even; NaN stays N
 }
 template <class T>
 inline Floats load_some(const T* p, int64_t count) {  // lanes that are not there are 0
-    if (count == LANES) return load(p);
+    if (count >= LANES) return load(p);
     T all[LANES] = {};
     memcpy(all, p, count * sizeof(T));
     return load(all);
 }
 template <class T>
 inline void store_some(T* p, Floats x, int64_t count) {
-    if (count == LANES) return store(p, x);
+    if (count >= LANES) return store(p, x);
     T all[LANES];
     store(all, x);
     memcpy(p, all, count * sizeof(T));
@@ -95,3 +95,5 @@ inline Floats exponential(Floats x) {  // Cephes' polynomial; below -87 exactly 
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
     return x < -87.0f ? Floats{} : p * (Floats)power;
 }
+
+inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }

@@ -30,13 +30,6 @@ struct Nodes {
     void* out;                                 // [R, D] of T
 };
 
-inline Floats load_up_to(const float* p, int64_t count) { return count >= LANES ? load(p) : load_some(p, count); }
-inline void store_up_to(float* p, Floats x, int64_t count) {
-    if (count >= LANES) store(p, x);
-    else store_some(p, x, count);
-}
-inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
-
 template <class T>
 class Run {
   public:
@@ -107,11 +100,11 @@ class Run {
     void convolve_some(int64_t row, int64_t first, int64_t width, float* out) {
         for (int64_t i = 0; i < width; i += LANES) {
             const int64_t c = first + i, some = width - i;
-            Floats sum = load_up_to(m.shift + c, some);
+            Floats sum = load_some(m.shift + c, some);
             for (int64_t k = 0; k < m.taps; k++)
-                sum += load_up_to(m.convolution + k * channels + c, some) *
-                       load_up_to(p.inputs + p.slots[row * m.taps + k] * channels + c, some);
-            store_up_to(out + i, silu(sum), some);
+                sum += load_some(m.convolution + k * channels + c, some) *
+                       load_some(p.inputs + p.slots[row * m.taps + k] * channels + c, some);
+            store_some(out + i, silu(sum), some);
         }
     }
 
@@ -123,13 +116,13 @@ class Run {
         float* out = mixed + row * inner + h * m.size;
         for (int64_t i = 0; i < m.size; i += LANES) {
             const int64_t some = m.size - i;
-            Floats sum = load_up_to(out + i, some) * kept + load_up_to(x + node(row) * inner + i, some) * m.skip[h];
+            Floats sum = load_some(out + i, some) * kept + load_some(x + node(row) * inner + i, some) * m.skip[h];
             for (int64_t a = 0; a < p.end; a++) {
                 if (!p.seen[row * p.end + a]) continue;
                 const float weight = std::exp(own - logs[a]) * matches[row * p.end + a] * steps[a];
-                sum += load_up_to(x + a * inner + i, some) * weight;
+                sum += load_some(x + a * inner + i, some) * weight;
             }
-            store_up_to(out + i, sum * silu(load_up_to(gate + i, some)), some);
+            store_some(out + i, sum * silu(load_some(gate + i, some)), some);
         }
     }
 };
@@ -140,13 +133,9 @@ extern "C" {
 
 // 0, or 1 where there is no memory.
 int outrider_mixer(const Mixer* mixer, const Nodes* nodes) {
-    thread_local Workspace space;
-    try {
+    return in_workspace([&](Workspace& space) {
         if (mixer->bytes == 2) Run<bf16>(*mixer, *nodes, space)();
         else Run<float>(*mixer, *nodes, space)();
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
+    });
 }
 }

@@ -53,3 +53,15 @@ class Workspace {
     char* data = nullptr;
     int64_t size = 0, used = 0;
 };
+
+// 0, or 1 where there is no memory for the work.
+template <class Work>
+inline int in_workspace(Work work) {
+    thread_local Workspace space;
+    try {
+        work(space);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
+}

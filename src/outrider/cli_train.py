@@ -225,6 +225,7 @@ def linearize(
     data: Data,
     out: Out,
     layers: Annotated[int | None, typer.Option(help="Layers to keep. Default: all.")] = None,
+    attention: Annotated[int, typer.Option(help="Layers that keep their attention: a hybrid.")] = 0,
     tokens: Annotated[str, typer.Option(help="Answer tokens to fit the layers on, such as 32k.")] = "32k",
     minutes: Annotated[float, typer.Option(help="Distil so long afterwards; 0 leaves the layers as fitted.")] = 60.0,
     loss: Loss = "kl",
@@ -240,14 +241,14 @@ def linearize(
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Make a Gated DeltaNet language model, without attention, out of an attention model: a target of its own."""
+    """Make a Gated DeltaNet language model, or a hybrid, out of an attention model: a target of its own."""
     from outrider.train.linear_lm import LinearPlan, linear_lm
 
     settings = None
     if minutes:
         settings = settings_from("llama", minutes, 1, 0.0, loss, rate, "1", batch_tokens, seed)
     tasks = plan_from("llama", "attention", "", None, None, held_out).held_out
-    plan = LinearPlan(layers, parse_count(tokens, "--tokens"), tasks)
+    plan = LinearPlan(layers, parse_count(tokens, "--tokens"), tasks, attention)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("linearize", quiet=json) as tell:
         known = linear_lm(engine, data, out, plan, settings, every=every, patience=patience, tell=tell)

@@ -22,8 +22,9 @@ from outrider.train.card import about, model_card
 from outrider.train.data import read_answers
 from outrider.train.distil import DistilSettings, Trainer
 from outrider.train.features import Example, examples
+from outrider.train.hybrid import missed_layers
 from outrider.train.kinds import Plan
-from outrider.train.linearize import check_teacher, equally_long, linearize
+from outrider.train.linearize import check_teacher, equally_long, kept_layers, linearize
 from outrider.train.llama_student import LlamaStudent, save_transformer
 from outrider.train.plots import language_curve
 from outrider.train.students import Student
@@ -42,6 +43,7 @@ class LinearPlan:
 
     Args:
         layers: how many of the teacher's to keep; None is all.
+        attention: how many of these keep their attention, the ones in which it is missed most.
         tokens: about how many of the teacher's answers to fit on.
         held_out: tasks, and FILE.jsonl, on whose held-out prompts closeness is measured.
     """
@@ -49,6 +51,7 @@ class LinearPlan:
     layers: int | None = None
     tokens: int = 32768
     held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    attention: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1024:
@@ -87,12 +90,14 @@ def linear_lm(
     Raises:
         ValueError: when teacher, data or folder do not fit, or training fails.
     """
-    check_teacher(engine, plan.layers)
+    check_teacher(engine, plan.layers, plan.attention)
     check_data(engine, data)
     claim(out, asdict(plan), engine)
     answers = [answer.ids for answer in read_answers(data)]
     texts_NT = equally_long(answers, plan.tokens).to(engine.model.device)
-    model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell)
+    kept = kept_layers(engine, texts_NT, plan.layers, out / "run", tell)
+    attention = missed_layers(engine, texts_NT, kept, plan.attention, out / "run", tell)
+    model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell, attention)
     reads = Plan("llama", held_out=plan.held_out)
     taps, (_, held) = plan_taps(engine, reads), load_examples(engine, data, reads, tell)
     held = held[:: max(1, len(held) // MEASURED)][:MEASURED]
@@ -101,6 +106,7 @@ def linear_lm(
     facts: dict[str, Any] = {
         "kind": "Gated DeltaNet language model, linearized",
         "layers_of_the_teacher": kept,
+        "layers_with_attention": attention,
         "parameters": sum(p.numel() for p in model.parameters()),
         "fitted_on_tokens": plan.tokens,
     }
@@ -171,8 +177,9 @@ def closeness(student: Student, held: Sequence[Example]) -> dict[str, float]:
 
 
 def _card(known: dict[str, Any]) -> str:
+    rest = "with attention in some of its layers" if known["layers_with_attention"] else "without attention"
     text = (
-        "A Gated DeltaNet language model, without attention, made out of an attention model: layers fitted in closed form, then "
+        f"A Gated DeltaNet language model, {rest}, made out of an attention model: layers fitted in closed form, then "
         "distilled on the teacher's answers. Its layout is flash-linear-attention's. KL, perplexity and agreement are those "
         "against its teacher, on answers to prompts that were never trained on."
     )

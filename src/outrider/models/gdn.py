@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from outrider.mixers import gated_delta
 from outrider.mixers.short_conv import unrolled
-from outrider.models.gdn_attention import Attention, check_attention
+from outrider.models.gdn_attention import Attention, Rotation, check_attention, rotations
 
 MODEL_TYPE = "gated_deltanet"
 
@@ -179,7 +179,7 @@ class GatedDeltaMixer(nn.Module):
         if cache is not None:
             state = cache.get_recurrent_state(self.layer_idx)
             mixed_BCT = cache.update_conv_state(mixed_BCT, self.layer_idx, conv_kernel_size=self.taps)
-        convolved_BCT = causal_conv1d_fn(mixed_BCT, *self._convolution(), activation="silu")
+        convolved_BCT = causal_conv1d_fn(mixed_BCT, *self.convolution(), activation="silu")
         q, k, v = convolved_BCT[..., -tokens:].mT.split([p.out_features for p in self._projections()], dim=-1)
         q, k = q.unflatten(-1, (-1, self.key_size)), k.unflatten(-1, (-1, self.key_size))
         v = v.unflatten(-1, (-1, self.value_size))
@@ -194,7 +194,8 @@ class GatedDeltaMixer(nn.Module):
     def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def _convolution(self) -> tuple[Tensor, Tensor]:
+    def convolution(self) -> tuple[Tensor, Tensor]:
+        """Weight [C, taps] of the short convolution, and its bias [C], or [] where there is none."""
         convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
         weight_CK = torch.cat([conv.weight[:, 0] for conv in convs])
         biases = [conv.bias for conv in convs if conv.bias is not None]
@@ -235,11 +236,17 @@ class GatedDeltaBlock(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x_BTD: Tensor, cache: Any, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
-        """Outputs [B, T, D]."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Outputs [B, T, D]; see `Attention`."""
         normed_BTD, options = self.attn_norm(x_BTD), {"cache": cache, "attention_mask": attention_mask}
         if isinstance(self.attn, Attention):
-            options["position_ids"] = position_ids
+            options["rotation"] = rotation
         elif attention_mask is not None:  # recurrent layers know only padding in front of a row
             padded = attention_mask.ndim == 2 and x_BTD.shape[1] > 1
             options["attention_mask"] = attention_mask[:, -x_BTD.shape[1] :] if padded else None
@@ -276,9 +283,6 @@ class GatedDeltaNetModel(GatedDeltaNetPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GatedDeltaBlock(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.first_attention = next(
-            (i for i, kind in enumerate(config.layer_types) if kind != "linear_attention"), None
-        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -309,11 +313,13 @@ class GatedDeltaNetModel(GatedDeltaNetPreTrainedModel):
         x_BTD = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        attention = [layer.attn.layer_idx for layer in self.layers if isinstance(layer.attn, Attention)]
         if position_ids is None:
-            start = 0 if cache is None or self.first_attention is None else cache.get_seq_length(self.first_attention)
+            start = 0 if cache is None or not attention else cache.get_seq_length(attention[0])
             position_ids = torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]
+        rotation = rotations(position_ids, x_BTD.shape[-1], self.config.attn, x_BTD.dtype) if attention else None
         for layer in self.layers:
-            x_BTD = layer(x_BTD, cache, attention_mask, position_ids)
+            x_BTD = layer(x_BTD, cache, attention_mask, rotation)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BTD), cache=cache if use_cache else None)
 
 

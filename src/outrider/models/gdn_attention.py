@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from outrider.models.attention import seen_in_prompt
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines [B or 1, 1, T, E]."""
 OPTIONS = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
 
 
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         heads = attn["num_heads"]
         kv_heads, self.layer_idx, self.size = attn.get("num_kv_heads") or heads, layer_idx, width // heads
         self.window: int | None = attn.get("window_size")
-        self.theta = float(attn.get("rope_theta") or 10000.0)
+        self.attn = attn
         self.repeat = heads // kv_heads
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(width, count * self.size, bias=bool(attn.get("qkv_bias")))
@@ -51,15 +53,24 @@ class Attention(nn.Module):
         )
         self.o_proj = nn.Linear(heads * self.size, width, bias=False)
 
-    def forward(self, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         """Outputs [B, T, D].
 
         Args:
             attention_mask: [B, 1, T, S] to be added to scores, or [B, S] with 0 at padding in front of a row.
-            position_ids: [B or 1, T].
+            rotation: of the tokens' positions; None where these begin at 0.
         """
         q, k, v = (p(hidden_states).unflatten(-1, (-1, self.size)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q_BHTE, k_BGTE = (rotated(x.transpose(1, 2), position_ids, self.theta) for x in (q, k))
+        if rotation is None:
+            positions_1T = torch.arange(q.shape[1], device=q.device)[None]
+            rotation = rotations(positions_1T, hidden_states.shape[-1], self.attn, q.dtype)
+        q_BHTE, k_BGTE = (rotated(x.transpose(1, 2), rotation) for x in (q, k))
         k_BGSE, v_BGSE = k_BGTE, v.transpose(1, 2)
         start = 0
         if cache is not None:
@@ -84,11 +95,19 @@ class Attention(nn.Module):
         return {"attn_mask": seen}
 
 
-def rotated(x_BHTE: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding: the first half of a head's channels pairs with the second."""
-    half = x_BHTE.shape[-1] // 2
-    wide = torch.promote_types(x_BHTE.dtype, torch.float32)
-    rates = theta ** -(torch.arange(half, device=x_BHTE.device, dtype=wide) / half)
+def rotations(positions_BT: Tensor, width: int, attn: dict[str, Any], dtype: torch.dtype) -> Rotation:
+    """Of all attention layers at these positions."""
+    half = width // attn["num_heads"] // 2
+    wide = torch.promote_types(dtype, torch.float32)
+    rates = float(attn.get("rope_theta") or 10000.0) ** -(
+        torch.arange(half, device=positions_BT.device, dtype=wide) / half
+    )
     angles_B1TE = (positions_BT[:, None, :, None].to(wide) * rates).repeat(1, 1, 1, 2)
-    turned = torch.cat([-x_BHTE[..., half:], x_BHTE[..., :half]], -1)
-    return x_BHTE * angles_B1TE.cos().to(x_BHTE.dtype) + turned * angles_B1TE.sin().to(x_BHTE.dtype)
+    return angles_B1TE.cos().to(dtype), angles_B1TE.sin().to(dtype)
+
+
+def rotated(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
+    """Rotary position embedding: the first half of a head's channels pairs with the second."""
+    half, (cos_B1TE, sin_B1TE) = x_BHTE.shape[-1] // 2, rotation
+    turned_BHTE = torch.cat([-x_BHTE[..., half:], x_BHTE[..., :half]], -1)
+    return x_BHTE * cos_B1TE + turned_BHTE * sin_B1TE

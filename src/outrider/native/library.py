@@ -19,7 +19,7 @@ from pathlib import Path
 from outrider.machine import cpuinfo
 from outrider.paths import cache_dir
 
-SOURCES = ("decoder.cpp", "mixer.cpp", "products.cpp", "rows.h", "products.h", "lanes.h")
+SOURCES = ("decoder.cpp", "delta.cpp", "mixer.cpp", "products.cpp", "rows.h", "products.h", "lanes.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 PATIENCE = 120.0  # seconds that a compiler may take
 
@@ -52,7 +52,8 @@ def _load() -> ctypes.CDLL | str:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"kernels could not be compiled: {_first_line(error)}"
     number, at = ctypes.c_int64, ctypes.c_void_p
-    found.outrider_pass.argtypes = found.outrider_mixer.argtypes = [at, at]
+    for name in ("outrider_pass", "outrider_mixer", "outrider_delta"):
+        found[name].argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
     found.outrider_product.restype = found.outrider_norm.restype = None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,9 +226,7 @@ def _fit(
         mixed_NTD = teacher.advance(index, end)
         if path.exists():
             block.load_state_dict(load_file(path))
-            places_1T = torch.arange(stream_NTD.shape[1], device=stream_NTD.device)[None]
-            run_block = partial(block, cache=None, attention_mask=None, position_ids=places_1T)
-            stream_NTD = _by_parts(run_block, stream_NTD)
+            stream_NTD = _by_parts(block, stream_NTD)
         else:
             stream_NTD = _fit_layer(block, teacher.layers[index], stream_NTD, mixed_NTD, teacher.stream_NTD)
             save_atomically(dict(block.state_dict()), path)
@@ -255,12 +252,7 @@ def fit_mixer(block: GatedDeltaBlock, layer: Any, stream_NTD: Tensor, mixed_NTD:
     """Fit the mixer of a layer; returns the student's stream behind it. Attention stays as it is."""
     block.attn_norm.weight.copy_(layer.input_layernorm.weight)
     take_over(block, layer, _by_parts(block.attn_norm, stream_NTD).mean((0, 1)))
-    places_1T = torch.arange(stream_NTD.shape[1], device=stream_NTD.device)[None]
-    options: dict[str, Any] = {"cache": None, "attention_mask": None}
-    if isinstance(block.attn, Attention):
-        options["position_ids"] = places_1T
-    mix = partial(block.attn, **options)
-    read_NTU = _by_parts(lambda x: _before(block.attn.o_proj, mix, block.attn_norm(x)), stream_NTD)
+    read_NTU = _by_parts(lambda x: _before(block.attn.o_proj, block.attn, block.attn_norm(x)), stream_NTD)
     if not isinstance(block.attn, Attention):
         block.attn.o_proj.weight.copy_(ridge(read_NTU, mixed_NTD - stream_NTD, mixed_NTD))
     return stream_NTD + block.attn.o_proj(read_NTU)

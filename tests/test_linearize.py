@@ -62,7 +62,7 @@ def test_it_is_a_target_that_speculates_and_writes_what_it_would_write(linear: P
             assert made.token_ids == plain.token_ids
 
 
-def test_a_table_and_a_state_space_head_are_made_for_it_like_for_any_target(linear: Path, tmp_path: Path) -> None:
+def test_a_table_and_heads_are_made_for_it_like_for_any_target(linear: Path, head: Path, tmp_path: Path) -> None:
     """The target-aligned drafter: a head with a state of constant size on a target with a state of constant size."""
     own = tmp_path / "data"
     given = ("--target", linear, "--dtype", "fp32")
@@ -70,9 +70,11 @@ def test_a_table_and_a_state_space_head_are_made_for_it_like_for_any_target(line
     succeed("table", *given, "--data", own, "--out", tmp_path / "table")
     small = ("--minutes", 0.004, "--every", 60, "--batch-tokens", 256, "--draft-vocab", 200)
     succeed("distil", *given, "--data", own, "--out", tmp_path / "head", "--kind", "head", "--core", "ssm", *small)
+    started = ("--init", head, "--out", tmp_path / "started", "--kind", "head", *small[:-2])
+    succeed("distil", *given, "--data", own, *started)  # begins as the head of the model that this one was made out of
     plain = outrider.load(str(linear), "off", dtype="fp32")
     wanted = plain.generate("gsm8k question", max_new_tokens=20, eos_token_id=None).token_ids
-    for name in ("table", "head"):
+    for name in ("table", "head", "started"):
         engine = Engine(plain.model, plain.tokenizer, plain.name, str(tmp_path / name), dtype=torch.float32)
         made = engine.generate("gsm8k question", shape="3x2x1", max_new_tokens=20, eos_token_id=None)
         assert made.token_ids == wanted

@@ -67,8 +67,11 @@ def _save(
     (folder / "README.md").write_text(card)
 
 
-def read_config(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
+def read_config(folder: Path, target: PreTrainedModel | None) -> dict[str, Any]:
     """The configuration in a drafter's folder.
+
+    Args:
+        target: None takes a drafter of any target.
 
     Raises:
         ValueError: when there is none, or the drafter was made for another target.
@@ -80,7 +83,7 @@ def read_config(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
         raise ValueError(
             f"{folder} holds no drafter ({error}); make one with `outrider distil` or `outrider table`"
         ) from error
-    if config.get("fingerprint") != fingerprint(target):
+    if target is not None and config.get("fingerprint") != fingerprint(target):
         raise ValueError(
             f"the drafter in {folder} was made for {config.get('target', 'another model')}, not for this target; train one "
             "with `outrider distil --target ...`"
@@ -119,8 +122,11 @@ def _load(folder: Path, target: PreTrainedModel) -> Drafter:
     return LMDrafter(model, "mamba", model.vocab)
 
 
-def load_module(folder: Path, target: PreTrainedModel) -> FeatureHead | MambaBlocks:
+def load_module(folder: Path, target: PreTrainedModel | None) -> FeatureHead | MambaBlocks:
     """The trained part of the drafter in a folder, as it was saved.
+
+    Args:
+        target: None takes a drafter of any target.
 
     Raises:
         ValueError: when the folder is broken, or holds no such drafter for this target.

@@ -91,10 +91,16 @@ def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSett
 
 
 def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, folder: Path) -> Student:
-    """A trained head or Mamba, to be trained on; a head may get another core."""
+    """A trained head or Mamba, to be trained on; a head may get another core. Its target may be another one of the same width and
+    vocabulary, such as the one that this one was made out of."""
     from outrider.drafters.folder import load_module
 
-    module = load_module(folder, engine.model).float()
+    module = load_module(folder, None).float()
+    config = engine.model.config.get_text_config()
+    if module.config.width != config.hidden_size or int(module.draft_ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"the drafter in {folder} was made for a target of another width or vocabulary than {engine.name}; start afresh"
+        )
     if isinstance(module, MambaBlocks) and plan.kind == "mamba":
         return MambaStudent(engine, module)
     taps = plan.taps or default_taps(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from outrider.train.data import read_answers
 from outrider.train.distil import DistilSettings
 from outrider.train.hybrid import missed_layers
 from outrider.train.linear_lm import LanguageTrainer, LinearPlan, linear_lm
-from outrider.train.linearize import equally_long, linearize, new_model, ridge, take_over
+from outrider.train.linearize import check_teacher, equally_long, linearize, new_model, ridge, take_over
 from workshop_fixtures import Killed, fail, kill_at, succeed
 
 pytest_plugins = ["workshop_fixtures"]
@@ -205,6 +206,22 @@ def test_what_cannot_be_linearized_is_refused_in_one_line(target: Path, data: Pa
     assert "too few to fit" in fail(*given, "--tokens", 10)
     assert "holds no data set" in fail(*given[:4], tmp_path, *given[5:])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_bias": True}, "biases"),
+        ({"head_dim": 24}, "heads of 24"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rotated the linear way"),
+    ],
+)
+def test_attention_that_the_layout_does_not_know_is_not_kept(changes: dict[str, Any], reason: str) -> None:
+    engine = Engine(tiny("llama"), None, "llama", "off")
+    vars(engine.model.config).update(changes)
+    check_teacher(engine, None)
+    with pytest.raises(ValueError, match=reason):
+        check_teacher(engine, None, 1)
 
 
 def test_families_without_a_way_are_refused(tmp_path: Path) -> None:

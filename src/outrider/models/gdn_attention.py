@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.models.attention import seen_in_prompt
+from outrider.models.attention import folded, seen_in_prompt
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [B or 1, 1, T, E]."""
@@ -76,14 +76,17 @@ class Attention(nn.Module):
         if cache is not None:
             start = cache.get_seq_length(self.layer_idx)
             k_BGSE, v_BGSE = cache.update(k_BGSE, v_BGSE, self.layer_idx)
-        options = self._visible(attention_mask, q_BHTE, start, k_BGSE.shape[2])
-        out = F.scaled_dot_product_attention(q_BHTE, k_BGSE, v_BGSE, enable_gqa=self.repeat > 1, **options)
-        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        if attention_mask is not None and attention_mask.ndim == 4:
+            attend = folded(attention_mask.to(q_BHTE.dtype), self.repeat)
+            out_BTHE = attend(q_BHTE.transpose(1, 2), k_BGSE, v_BGSE, self.size**-0.5)
+        else:
+            options = self._visible(attention_mask, q_BHTE, start, k_BGSE.shape[2])
+            out = F.scaled_dot_product_attention(q_BHTE, k_BGSE, v_BGSE, enable_gqa=self.repeat > 1, **options)
+            out_BTHE = out.transpose(1, 2)
+        projected: Tensor = self.o_proj(out_BTHE.flatten(2))
         return projected
 
     def _visible(self, mask: Tensor | None, q_BHTE: Tensor, start: int, slots: int) -> dict[str, Any]:
-        if mask is not None and mask.ndim == 4:
-            return {"attn_mask": mask.to(q_BHTE.dtype)}
         new = q_BHTE.shape[2]
         if mask is None and not start and (self.window is None or new <= self.window):
             return {"is_causal": new > 1}

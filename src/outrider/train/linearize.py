@@ -64,11 +64,19 @@ def check_teacher(engine: Engine, layers: int | None, attention: int = 0) -> Non
     most = (layers or config.num_hidden_layers) - 1
     if not 0 <= attention <= most:
         raise ValueError(f"{attention} layers cannot keep their attention; give 0 to {most}")
-    rotation = _rotation(config)
-    if attention and rotation.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"positions rotated the {rotation['rope_type']} way are not in flash-linear-attention's layout; keep no attention"
-        )
+    if attention and (reason := _not_to_be_kept(config)):
+        raise ValueError(f"attention with {reason} has no place in flash-linear-attention's layout; keep no attention")
+
+
+def _not_to_be_kept(config: Any) -> str:
+    """What of the teacher's attention the layout of hybrids does not know; empty if nothing."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kind = _rotation(config).get("rope_type", "default")
+    if size * config.num_attention_heads != config.hidden_size:
+        return f"heads of {size}"
+    if getattr(config, "attention_bias", False):
+        return "biases"
+    return "" if kind == "default" else f"positions rotated the {kind} way"
 
 
 def linearize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def test_what_cannot_be_linearized_is_refused_in_one_line(target: Path, data: Pa
     ],
 )
 def test_attention_that_the_layout_does_not_know_is_not_kept(changes: dict[str, Any], reason: str) -> None:
-    engine = Engine(tiny("llama"), None, "llama", "off")
+    engine = Engine(copy.deepcopy(tiny("llama")), None, "llama", "off")
     vars(engine.model.config).update(changes)
     check_teacher(engine, None)
     with pytest.raises(ValueError, match=reason):

@@ -102,6 +102,25 @@ def test_rows_prompts_and_taps_are_those_of_the_lean_decoder(family: str, thread
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+def test_a_node_has_the_same_bits_among_any_number_of_others(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    state = NativeTreeModel(_llama(dtype, **sizes)).begin([[1]], room=80)
+    alone = state.extend([[2]], [[-1]])[0, 0].clone()
+    state.commit([[]])
+    for count in (*range(2, 20), 24, 25, 33, 79):
+        among = state.extend([[2] * count], [[-1] * count])[0]
+        assert torch.equal(among, alone.expand_as(among))
+        state.commit([[]])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_cut_and_shallow_copies_share_what_was_laid_out() -> None:
+    model = NativeTreeModel(_llama(**ODD_SIZES[0]))
+    assert model.shallow(1).decoder.layouts == model.decoder.layouts
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "why"),
     [

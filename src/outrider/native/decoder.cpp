@@ -297,19 +297,17 @@ class Run {
     }
 
     void feed_forward(const Layer& layer) {
-        shared(m.inner, [&](int64_t o) {
-            alignas(64) float gate[MOST_ROWS][TILE];
-            const T *gates = static_cast<const T*>(layer.gate.weight) + o * m.width;
-            const T *ups = static_cast<const T*>(layer.up.weight) + o * m.width;
-            const Floats gate_shift = layer.gate.shift(o), up_shift = layer.up.shift(o);
+        shared(layer.gate.pieces(), [&](int64_t piece) {
+            alignas(64) float gate[MOST_ROWS][SIDE * TILE];
+            const int64_t start = layer.gate.output(piece * layer.gate.beside());
             for (int64_t first = 0; first < rows; first += MOST_ROWS) {
                 const int64_t some = std::min(MOST_ROWS, rows - first);
                 const T* x = normal + first * m.width;
-                product_tile<T>(gates, m.width, x, some, [&](int64_t row, Floats found) {
-                    store(gate[row], activated(found + gate_shift, m.activation));
+                product_piece<T>(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                    store(gate[row] + o - start, activated(found + layer.gate.shift(o), m.activation));
                 });
-                product_tile<T>(ups, m.width, x, some, [&](int64_t row, Floats found) {
-                    store(inner + (first + row) * m.inner + o, load(gate[row]) * (found + up_shift));
+                product_piece<T>(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                    store(inner + (first + row) * m.inner + o, load(gate[row] + o - start) * (found + layer.up.shift(o)));
                 });
             }
         });

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.native.layout import Layout
 from outrider.native.library import library
 from outrider.native.linear import DTYPES, LinearStructure
 
@@ -77,6 +78,10 @@ class DecoderLayer:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
 
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """In the order in which a pass reads them."""
+        return self.query, self.key, self.value, self.mixed, self.gate, self.up, self.down
+
 
 @dataclass(frozen=True)
 class Attended:
@@ -98,7 +103,7 @@ class Attended:
 
 @dataclass
 class Decoder:
-    """Layers, the last norm and perhaps a vocabulary head. Weights are read where they lie; only norms and biases are copied.
+    """Layers, the last norm and perhaps a vocabulary head. Weights are laid out for the kernels once, here or where it came from.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -113,6 +118,7 @@ class Decoder:
     epsilon: float
     norm: Tensor
     unembed: nn.Linear | None = None
+    layouts: tuple[Layout, ...] = ()
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -127,6 +133,7 @@ class Decoder:
             raise ValueError(f"the kernels take inner widths of at least {LEAST}, not {first.gate.out_features}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"the kernels do not know the activation {self.activation!r}")
+        self._lay_out()
         self._layers = (_Layer * len(self.layers))(*(self._layer(layer) for layer in self.layers))
         self._model = _Model(
             first.query.weight.element_size(),
@@ -143,6 +150,19 @@ class Decoder:
             self._linear(self.unembed) if self.unembed else LinearStructure(),
         )
 
+    def _lay_out(self) -> None:
+        """Lay out those weights that are not laid out yet."""
+        linears = [linear for layer in self.layers for linear in layer.linears()] + [self.unembed] * bool(self.unembed)
+        weights = [linear.weight.detach() for linear in linears if linear is not None]
+        if any(weight.dtype is not self.dtype or not weight.is_contiguous() for weight in weights):
+            raise ValueError("the kernels want weights of one dtype, row after row")
+        new = [weight for weight in weights if self._address(weight) is None]
+        if new:
+            self.layouts = (*self.layouts, Layout(new))
+
+    def _address(self, weight: Tensor) -> int | None:
+        return next((at for layout in self.layouts if (at := layout.address(weight))), None)
+
     def changed(self, **parts: Any) -> Decoder:
         """The same decoder with other `layers`, another `unembed` ..."""
         return replace(self, **parts)
@@ -156,8 +176,7 @@ class Decoder:
             layer.query_norm,
             layer.key_norm,
         )
-        linears = (layer.query, layer.key, layer.value, layer.mixed, layer.gate, layer.up, layer.down)
-        return _Layer(*map(self._norm, norms), *map(self._linear, linears), layer.scale, layer.kind)
+        return _Layer(*map(self._norm, norms), *map(self._linear, layer.linears()), layer.scale, layer.kind)
 
     def _norm(self, weight: Tensor | None) -> int | None:
         if weight is None:
@@ -167,10 +186,11 @@ class Decoder:
 
     def _linear(self, linear: nn.Linear) -> LinearStructure:
         weight = linear.weight.detach()
-        if weight.dtype is not self.dtype or not weight.is_contiguous():
-            raise ValueError("the kernels want weights of one dtype, row after row")
+        laid = self._address(weight)
         self._held.append(weight)
-        return LinearStructure(weight.data_ptr(), self._norm(linear.bias), linear.out_features)
+        return LinearStructure(
+            laid or weight.data_ptr(), self._norm(linear.bias), linear.out_features, laid is not None
+        )
 
     def __call__(
         self,

@@ -18,9 +18,9 @@ FEW_ROWS = 32  # from here on torch's products are as fast or faster
 
 
 class LinearStructure(Structure):
-    """A weight [V, K], a bias [V] of float32 or null, and V."""
+    """A weight [V, K], a bias [V] of float32 or null, V, and whether the weight is laid out (`layout`)."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64)]
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64), ("laid", c_int64)]
 
 
 class RowProduct:

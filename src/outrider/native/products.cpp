@@ -1,4 +1,4 @@
-// Products and norms of a few rows, one call each.
+// Products and norms of a few rows, one call each, and weights laid out for products.
 
 #include "rows.h"
 
@@ -29,6 +29,13 @@ void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inp
                       int64_t stride, int64_t threads) {
     if (bytes == 2) products_of<bf16>(m, count, inputs, x, rows, out, stride, threads);
     else products_of<float>(m, count, inputs, x, rows, out, stride, threads);
+}
+
+// A weight [outs, K] with at least sixteen outputs and inputs of whole four bytes, laid out for products: as many numbers and the last
+// tile's overlap.
+void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, int64_t threads) {
+#pragma omp parallel num_threads(int(threads))
+    lay_out(static_cast<const char*>(weight), outs, inputs * bytes / 4, static_cast<int32_t*>(out));
 }
 
 // out = x / rms(x) * weight, of rows [M, D] of two or four bytes a number.

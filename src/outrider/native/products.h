@@ -1,56 +1,11 @@
-// Products of a few rows with a weight as it lies in memory, at the speed of memory.
+// Products of rows with a weight that was laid out for them, or as it lies in memory.
 //
 // Every output is one sum along the input, in one order whatever the number of rows: its bits depend on its own row alone.
 //
 // K inputs of a product; T is bf16 or float.
 #pragma once
 
-#include <algorithm>
-
-#include <omp.h>
-
-#include "lanes.h"
-
-constexpr int TILE = 16;  // outputs that are made together
-constexpr int64_t LINE = 64;
-
-// Steps of an inner product: as many inputs as one vector of T holds; `spread`: those of four bytes, in every lane.
-template <class T>
-struct Step;
-template <>
-struct Step<float> {
-    typedef Floats Vector;
-    static constexpr int64_t size = 16;
-    static Vector read(const float* p) { return load(p); }
-    static Vector spread(const float* p) { return Floats{} + *p; }
-    static Floats add(Floats sum, Vector w, Vector x) { return sum + w * x; }
-};
-template <>
-struct Step<bf16> {
-    static constexpr int64_t size = 32;
-    static int32_t pair(const bf16* p) {
-        int32_t out;
-        memcpy(&out, p, 4);
-        return out;
-    }
-#if defined(__AVX512BF16__)
-    typedef __m512i Vector;
-    static Vector read(const bf16* p) { return _mm512_loadu_si512(p); }
-    static Vector spread(const bf16* p) { return _mm512_set1_epi32(pair(p)); }
-    static Floats add(Floats sum, Vector w, Vector x) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-    }
-#else
-    typedef Ints Vector;
-    typedef Ints Loose __attribute__((aligned(2)));
-    static Vector read(const bf16* p) { return *reinterpret_cast<const Loose*>(p); }
-    static Vector spread(const bf16* p) { return Ints{} + pair(p); }
-    static Floats add(Floats sum, Vector w, Vector x) {
-        Ints high = Ints{} + int32_t(0xffff0000u);
-        return sum + (Floats)(w << 16) * (Floats)(x << 16) + (Floats)(w & high) * (Floats)(x & high);
-    }
-#endif
-};
+#include "laid.h"
 
 // Asks for the weights of the next tile while those of this one are used: evenly, so that memory never rests.
 struct Ahead {
@@ -125,16 +80,34 @@ inline void product_tile(const T* w, int64_t inputs, const T* x, int64_t rows, E
 struct Linear {  // weight [outs, K] of T, bias [outs] or null
     const void* weight;
     const float* bias;
-    int64_t outs;
+    int64_t outs, laid;  // `laid`: whether the weight went through `lay_out`
 
     Floats shift(int64_t first) const { return bias ? load(bias + first) : Floats{}; }
+    // Pieces of one or some tiles are made one after another; the last tile of a size that is no multiple ends where the weight ends.
+    int64_t tiles() const { return (outs + TILE - 1) / TILE; }
+    int64_t beside() const { return laid ? SIDE : 1; }
+    int64_t pieces() const { return (tiles() + beside() - 1) / beside(); }
+    int64_t output(int64_t tile) const { return std::min(tile * TILE, outs - TILE); }
 };
 
-// The share of a thread in a product's tiles; the last tile of a size that is no multiple ends where the weight ends.
+// A piece of the outputs of all rows: `emit` gets sixteen from an output on.
+template <class T, class Emit>
+inline void product_piece(const Linear& m, int64_t piece, int64_t inputs, const T* x, int64_t rows, Emit emit) {
+    const T* weight = static_cast<const T*>(m.weight);
+    const int64_t first = piece * m.beside();
+    if (!m.laid) {
+        const int64_t o = m.output(piece);
+        return product_tile<T>(weight + o * inputs, inputs, x, rows, [&](int64_t row, Floats found) { emit(row, o, found); });
+    }
+    laid_piece<T>(weight + first * TILE * inputs, std::min(m.beside(), m.tiles() - first), inputs, x, rows,
+                  [&](int64_t row, int64_t tile, Floats found) { emit(row, m.output(first + tile), found); });
+}
+
+// The share of a thread in `count` pieces.
 template <class Work>
-inline void shared(int64_t outs, Work work) {
-    int64_t count = (outs + TILE - 1) / TILE, id = omp_get_thread_num(), team = omp_get_num_threads();
-    for (int64_t t = count * id / team; t < count * (id + 1) / team; t++) work(std::min(t * TILE, outs - TILE));
+inline void shared(int64_t count, Work work) {
+    int64_t id = omp_get_thread_num(), team = omp_get_num_threads();
+    for (int64_t i = count * id / team; i < count * (id + 1) / team; i++) work(i);
 }
 
 template <class T, class Out>
@@ -153,9 +126,8 @@ void product(const Linear& m, int64_t inputs, const T* x, int64_t rows, Out* out
         }
         return;
     }
-    shared(m.outs, [&](int64_t o) {
-        const Floats shift = m.shift(o);
-        product_tile<T>(weight + o * inputs, inputs, x, rows,
-                        [&](int64_t row, Floats found) { store(out + row * stride + o, found + shift); });
+    shared(m.pieces(), [&](int64_t piece) {
+        product_piece<T>(m, piece, inputs, x, rows,
+                         [&](int64_t row, int64_t o, Floats found) { store(out + row * stride + o, found + m.shift(o)); });
     });
 }

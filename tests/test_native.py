@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.native import library as module
+from outrider.native.highest import highest
 from outrider.native.library import Unavailable, library
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -113,6 +115,23 @@ def test_a_node_has_the_same_bits_among_any_number_of_others(sizes: dict[str, in
         among = state.extend([[2] * count], [[-1] * count])[0]
         assert torch.equal(among, alone.expand_as(among))
         state.commit([[]])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 15, 16, 51])
+def test_the_highest_score_is_the_first_of_several_and_nothing_hides_what_is_no_number(
+    width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 3, (40, width), generator=generator).to(dtype)
+    scores[0] = float("-inf")
+    tokens, values = highest(scores)
+    assert tokens == scores.float().argmax(-1).tolist() and values == scores.amax(-1).tolist()
+    for place in range(width):
+        broken = scores[1:2].clone()
+        broken[0, place] = float("nan")
+        assert math.isnan(highest(broken)[1][0])
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,7 +2,7 @@
 
 Weights stay where transformers has them. Prompts go through the kernels too, some hundred tokens at a time.
 
-Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots, V vocabulary.
+Shapes: B rows, N nodes, P positions, D width, E head size, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.models.lean import Block, LeanTreeModel
 from outrider.models.streaming import streamed_parts
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import Unsupported
-from outrider.native.decoder import Attended, Decoder, DecoderLayer
+from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
 from outrider.native.library import Unavailable, library
 
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
@@ -108,14 +108,13 @@ class NativeTreeModel(LeanTreeModel):
         logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
         stream_BND = self.embedding(ids_BN).contiguous()
-        end, (groups, size) = cache.start + ids_BN.shape[1], (self.first.groups, self.first.size)
-        held = [cache.room(index, stream_BND, groups, size, end) for index in range(len(self.blocks))]
+        end = cache.start + ids_BN.shape[1]
         attended = Attended(
-            rotations=[self._rotations(kind, stream_BND, positions_BN) for kind in self.kind_names],
+            rotations=[self._rotations(kind, stream_BND, positions_BN, end) for kind in self.kind_names],
+            places=positions_BN.reshape(-1) if self.rotations_stay else torch.arange(positions_BN.numel()),
             seen=[torch.from_numpy(np.ascontiguousarray(seen[self.windows.get(kind)])) for kind in self.kind_names],
             start=cache.start,
-            keys=[keys for keys, _ in held],
-            values=[values for _, values in held],
+            held=self._held(cache, stream_BND, end),
         )
         logits_BNV, features, _ = self.decoder(stream_BND, attended, taps, logits=logits)
         return logits_BNV, features
@@ -134,19 +133,27 @@ class NativeTreeModel(LeanTreeModel):
             cache.seen += len(part)
         return torch.cat(features) if features else torch.empty(0)
 
-    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [M, E] in float32, rounded as the model rounds them."""
-        if not self.rotations_stay:
-            cos, sin = self._rope(like, positions_BN, kind)
-            return cos.float().contiguous(), sin.float().contiguous()
-        positions_M = positions_BN.reshape(-1)
-        longest = int(positions_M.max()) + 1
-        if kind not in self._tables or longest > len(self._tables[kind][0]):
-            positions_1P = torch.arange(max(2 * longest, 512))[None]
-            cos, sin = self._rope(like, positions_1P, kind)
-            self._tables[kind] = cos[0, :, 0].float().contiguous(), sin[0, :, 0].float().contiguous()
-        cos_PE, sin_PE = self._tables[kind]
-        return cos_PE.index_select(0, positions_M), sin_PE.index_select(0, positions_M)
+    def _held(self, cache: TreeCache, like: Tensor, end: int) -> Held:
+        """Where keys and values are, with room for `end` slots."""
+        if cache.beside is None or end > cache.beside.room:
+            groups, size = self.first.groups, self.first.size
+            rooms = [cache.room(index, like, groups, size, end) for index in range(len(self.blocks))]
+            cache.beside = Held([keys for keys, _ in rooms], [values for _, values in rooms])
+        held: Held = cache.beside
+        return held
+
+    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [P, E] in float32, rounded as the model rounds them, of all positions below `end`; where
+        rotations depend on the length of the text, of these positions alone."""
+        if self.rotations_stay:
+            if kind not in self._tables or end > len(self._tables[kind][0]):
+                self._tables[kind] = self._rotated(kind, like, torch.arange(max(2 * end, 512))[None])
+            return self._tables[kind]
+        return self._rotated(kind, like, positions_BN)
+
+    def _rotated(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(like, positions_BN, kind)
+        return cos.flatten(0, 2).float().contiguous(), sin.flatten(0, 2).float().contiguous()
 
 
 def _layer(layer: Any, block: Block, kinds: list[str]) -> DecoderLayer:

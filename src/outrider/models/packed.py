@@ -1,6 +1,6 @@
 """Linear layers, and our own norms, over few rows on a CPU: by compiled kernels, or with weights laid out once for oneDNN.
 
-The kernels read weights as they lie (`native/linear.py`), so nothing is copied. Without a compiler, bf16 weights are packed:
+The kernels lay weights out when they are first used (`native/linear.py`). Without a compiler, bf16 weights are packed:
 `torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
 are multiplied. oneDNN can keep the reordered weight; torch offers that only through private operators, so they are used
 here and nowhere else, after a check that they exist and give the very same numbers. Weights that are mapped from a file are given
@@ -40,7 +40,7 @@ class Packed:
             self._add({layer: _Passing(layer) for layer in linears})
         else:
             norms = [m for m in model.modules() if isinstance(m, Norm)]
-            self._add({layer: row_product([layer.weight], [layer.bias]) for layer in linears})
+            self._add({layer: row_product([layer.weight], [layer.bias], laid=True) for layer in linears})
             self._add({norm: row_norm(norm.weight, norm.eps or EPSILON) for norm in norms})
             self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
         for layer, product in self.products.items():

@@ -4,7 +4,7 @@
 // alone, in a chain, on a branch of a tree and beside other texts.
 //
 // Shapes: B rows, N nodes, M = B * N, D width, H query heads, G key-value heads, R = H / G, E head size, S slots, C slots there
-// is room for, F inner width. T is the type of weights, streams, keys and values: bf16 or float.
+// is room for, F inner width, P places. T is the type of weights, streams, keys and values: bf16 or float.
 
 #include "rows.h"
 
@@ -28,7 +28,8 @@ struct Model {
 struct Pass {
     int64_t batch, nodes, slots, room, start, threads, taps;
     void* stream;                     // [M, D] of T: embeddings; overwritten
-    const float *const *cos, *const *sin;  // by kind [M, E]; sines of the first half negated
+    const float *const *cos, *const *sin;  // by kind [P, E]; sines of the first half negated
+    const int64_t* places;            // [M]: the row of those that a node takes
     const uint8_t* const* seen;       // by kind [M, S]
     void *const *keys, *const *values;  // by layer [B, G, C, E] of T; nodes are written from slot `start` on
     const void* beside;               // [M, D] of T: joins the stream with the first layer's attention; null if nothing does
@@ -147,7 +148,7 @@ class Run {
     // A head of a node, normed and rotated.
     void rotated(const float* x, const float* norm, int64_t kind, int64_t row, float* out) {
         const int64_t size = m.size, half = size / 2;
-        const float *cos = p.cos[kind] + row * size, *sin = p.sin[kind] + row * size;
+        const float *cos = p.cos[kind] + p.places[row] * size, *sin = p.sin[kind] + p.places[row] * size;
         float held[MOST_SIZE];
         if (norm) normed(x, norm, m.epsilon, size, held), x = held;
         for (int64_t e = 0; e < half; e++) out[e] = x[e] * cos[e] + x[e + half] * sin[e];

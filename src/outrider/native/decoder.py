@@ -49,7 +49,8 @@ class _Model(Structure):
 class _Pass(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps")),
-        *((name, c_void_p) for name in ("stream", "cos", "sin", "seen", "keys", "values", "beside", "tapped")),
+        *((name, c_void_p) for name in ("stream", "cos", "sin", "places", "seen")),
+        *((name, c_void_p) for name in ("keys", "values", "beside", "tapped")),
         *((name, c_void_p) for name in ("features", "hidden", "logits")),
     ]
 
@@ -83,22 +84,33 @@ class DecoderLayer:
         return self.query, self.key, self.value, self.mixed, self.gate, self.up, self.down
 
 
+class Held:
+    """Keys and values by layer, [B, G, C, E]; they may be parts of larger ones."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        assert len(keys) == len(values), "keys and values of every layer"
+        self.layers, self.room = len(keys), keys[0].stride(1) // keys[0].shape[3]
+        self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
+        self.keys, self.values = (ctypes.addressof(at) for at in self._at)
+
+
 @dataclass(frozen=True)
 class Attended:
     """What a pass attends to.
 
     Args:
-        rotations: by kind, cosines and sines [M, E] in float32, those of the first half negated.
+        rotations: by kind, cosines and sines [P, E] in float32, those of the first half negated.
+        places: which of them each node takes, int64 [M].
         seen: by kind, which slots a node sees, bool [M, S].
         start: slot of the first node; S is `start` + N.
-        keys, values: by layer, [B, G, C, E]; they may be parts of larger ones.
+        held: where keys and values are.
     """
 
     rotations: Sequence[tuple[Tensor, Tensor]]
+    places: Tensor
     seen: Sequence[Tensor]
     start: int
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    held: Held
 
 
 @dataclass
@@ -213,23 +225,29 @@ class Decoder:
             MemoryError: where there is none left for the pass.
         """
         batch, nodes, width = stream_BND.shape
-        assert len(attended.keys) == len(attended.values) == len(self.layers), "keys and values of every layer"
+        held, places = attended.held, attended.places
+        assert held.layers == len(self.layers), "keys and values of every layer"
+        assert places.dtype is torch.int64 and places.is_contiguous()
         logits_BNV = stream_BND.new_empty(batch, nodes, self.unembed.out_features) if logits and self.unembed else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
-        keys, values = _pointers(attended.keys), _pointers(attended.values)
         cos, sin = (_pointers([pair[part] for pair in attended.rotations]) for part in (0, 1))
         seen, tapped = _pointers(attended.seen), (c_int64 * len(taps))(*taps)
         call = _Pass(
             batch,
             nodes,
             attended.start + nodes,
-            attended.keys[0].stride(1) // self.size,
+            held.room,
             attended.start,
             torch.get_num_threads(),
             len(taps),
             stream_BND.data_ptr(),
-            *(ctypes.addressof(part) for part in (cos, sin, seen, keys, values)),
+            ctypes.addressof(cos),
+            ctypes.addressof(sin),
+            places.data_ptr(),
+            ctypes.addressof(seen),
+            held.keys,
+            held.values,
             beside_BND.data_ptr() if beside_BND is not None else None,
             ctypes.addressof(tapped),
             *(part.data_ptr() if part is not None else None for part in (features, out_BND, logits_BNV)),

@@ -25,7 +25,7 @@ class Layout:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._held = [weight for weight in weights if _fits(weight)]  # so that no other comes to lie at their addresses
+        self._held = [weight for weight in weights if fits(weight)]  # so that no other comes to lie at their addresses
         places, end = [], 0
         for weight in self._held:
             places.append(end)
@@ -43,7 +43,8 @@ class Layout:
         return self._at.get(_key(weight))
 
 
-def _fits(weight: Tensor) -> bool:
+def fits(weight: Tensor) -> bool:
+    """Whether a weight can be laid out."""
     return len(weight) >= TILE and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 4 == 0
 
 

@@ -66,6 +66,8 @@ def _load() -> ctypes.CDLL | str:
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
     found.outrider_lay_out.argtypes = [number, at, number, number, at, number]
+    found.outrider_highest.argtypes = [number, at, number, number, at, at]
+    found.outrider_highest.restype = None
     found.outrider_product.restype = found.outrider_norm.restype = found.outrider_lay_out.restype = None
     return found
 

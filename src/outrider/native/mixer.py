@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from outrider.native.layout import Layout
 from outrider.native.library import library
 from outrider.native.linear import DTYPES, LinearStructure
 
@@ -39,7 +40,7 @@ class _Nodes(Structure):
 
 
 class MixerKernel:
-    """A mixer. Its large weights are read where they lie; the small ones are copied.
+    """A mixer. Its large weights are laid out for the kernels; the small ones are copied.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -57,7 +58,8 @@ class MixerKernel:
         convolution, shift = mixer.conv
         parts = (convolution, shift, mixer.dt_bias, mixer.A, mixer.D, mixer.norm.weight)
         small = [part.detach().float().contiguous() for part in parts]
-        self._held = weights, small
+        layout = Layout(weights)
+        self._held = weights, small, layout
         self._mixer = _Mixer(
             weights[0].element_size(),
             self.width,
@@ -66,7 +68,7 @@ class MixerKernel:
             mixer.state_size,
             len(convolution),
             mixer.norm.eps,
-            *(LinearStructure(weight.data_ptr(), None, len(weight)) for weight in weights),
+            *(_linear(weight, layout) for weight in weights),
             *(part.data_ptr() for part in small),
         )
 
@@ -97,3 +99,8 @@ class MixerKernel:
         if self._call(byref(self._mixer), byref(call)):
             raise MemoryError("there is no memory left for a step of the drafter")
         return out_BND
+
+
+def _linear(weight: Tensor, layout: Layout) -> LinearStructure:
+    laid = layout.address(weight)
+    return LinearStructure(laid or weight.data_ptr(), None, len(weight), laid is not None)

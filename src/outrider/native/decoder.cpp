@@ -38,7 +38,7 @@ struct Pass {
 };
 
 enum { SILU, GELU_TANH };
-constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
+constexpr int64_t MOST_SIZE = 256, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
     if (kind == SILU) return silu(x);
@@ -300,14 +300,14 @@ class Run {
     void feed_forward(const Layer& layer) {
         shared(layer.gate.pieces(), [&](int64_t piece) {
             alignas(64) float gate[MOST_ROWS][SIDE * TILE];
-            const int64_t start = layer.gate.output(piece * layer.gate.beside());
+            const int64_t start = layer.gate.output(piece * SIDE);
             for (int64_t first = 0; first < rows; first += MOST_ROWS) {
                 const int64_t some = std::min(MOST_ROWS, rows - first);
                 const T* x = normal + first * m.width;
-                product_piece<T>(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                product_piece(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
                     store(gate[row] + o - start, activated(found + layer.gate.shift(o), m.activation));
                 });
-                product_piece<T>(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                product_piece(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
                     store(inner + (first + row) * m.inner + o, load(gate[row] + o - start) * (found + layer.up.shift(o)));
                 });
             }

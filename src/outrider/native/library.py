@@ -23,10 +23,9 @@ SOURCES = (
     "decoder.cpp",
     "mixer.cpp",
     "products.cpp",
-    "laid.cpp",
+    "sums.cpp",
     "rows.h",
     "products.h",
-    "laid.h",
     "steps.h",
     "lanes.h",
 )

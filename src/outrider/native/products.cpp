@@ -56,7 +56,7 @@ void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inp
 // tile's overlap.
 void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, int64_t threads) {
 #pragma omp parallel num_threads(int(threads))
-    lay_out(static_cast<const char*>(weight), outs, inputs * bytes / 4, static_cast<int32_t*>(out));
+    lay_out(Linear{weight, nullptr, outs, 0}, inputs * bytes, out);
 }
 
 // out = x / rms(x) * weight, of rows [M, D] of two or four bytes a number.

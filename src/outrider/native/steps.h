@@ -10,20 +10,20 @@
 constexpr int TILE = 16;  // outputs that are made together
 constexpr int64_t LINE = 64;
 
-// Steps of an inner product: as many inputs as one vector of T holds; `spread`: those of four bytes, in every lane.
+// Steps of an inner product: `size` inputs, a vector of T; `spread`: a unit of four bytes, in every lane.
 template <class T>
 struct Step;
 template <>
 struct Step<float> {
     typedef Floats Vector;
-    static constexpr int64_t size = 16;
+    static constexpr int64_t size = 16, unit = 1;
     static Vector read(const float* p) { return load(p); }
     static Vector spread(const float* p) { return Floats{} + *p; }
     static Floats add(Floats sum, Vector w, Vector x) { return sum + w * x; }
 };
 template <>
 struct Step<bf16> {
-    static constexpr int64_t size = 32;
+    static constexpr int64_t size = 32, unit = 2;
     static int32_t pair(const bf16* p) {
         int32_t out;
         memcpy(&out, p, 4);

@@ -140,7 +140,7 @@ Fast = RowProduct | RowNorm | _Reordered | _Passing
 class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
-    Where compiled kernels multiply few rows all weights stay as and where they are. Else they are joined; on machines that gain
+    With compiled kernels weights are laid out when they are first used. Else they are joined; on machines that gain
     nothing from packing, the layers' own weights then become views of the joined one, so that nothing is held twice; not so
     with `passing`, for a product that is forgotten before the layers' weights are.
     """
@@ -151,7 +151,7 @@ class Product:
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
-        self.few = row_product(weights, [layer.bias for layer in layers])
+        self.few = row_product(weights, [layer.bias for layer in layers], laid=not passing)
         self.packed, self.apart = False, weights
         if self.few:
             return

@@ -93,6 +93,11 @@ class Held:
         self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
         self.keys, self.values = (ctypes.addressof(at) for at in self._at)
 
+    def layer(self, index: int) -> Held:
+        """Those of one layer."""
+        keys, values = self._tensors
+        return Held([keys[index]], [values[index]])
+
 
 @dataclass(frozen=True)
 class Attended:
@@ -117,6 +122,9 @@ class Attended:
 class Decoder:
     """Layers, the last norm and perhaps a vocabulary head. Weights are laid out for the kernels once, here or where it came from.
 
+    Args:
+        lying: read weights as they lie instead.
+
     Raises:
         Unavailable: without compiled kernels.
         ValueError: for sizes that the kernels do not compute.
@@ -131,6 +139,7 @@ class Decoder:
     norm: Tensor
     unembed: nn.Linear | None = None
     layouts: tuple[Layout, ...] = ()
+    lying: bool = False
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +178,7 @@ class Decoder:
         if any(weight.dtype is not self.dtype or not weight.is_contiguous() for weight in weights):
             raise ValueError("the kernels want weights of one dtype, row after row")
         new = [weight for weight in weights if self._address(weight) is None]
-        if new:
+        if new and not self.lying:
             self.layouts = (*self.layouts, Layout(new))
 
     def _address(self, weight: Tensor) -> int | None:

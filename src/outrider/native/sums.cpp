@@ -4,6 +4,8 @@
 // vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles of sixteen outputs
 // lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the stack, a part at a time.
 
+#include <utility>
+
 #include "products.h"
 
 namespace {
@@ -66,16 +68,21 @@ void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t s
     else add_tiles<T, SIDE>(w, inputs, x, stride, rows, is_in_memory, sums);
 }
 
+// Exchanges blocks of D lanes between vectors that lie D apart.
+template <int D, int... L>
+inline void exchange(Floats* a, std::integer_sequence<int, L...>) {
+    for (int i = 0; i < TILE; i++) {
+        if (i & D) continue;
+        const Floats low = a[i], high = a[i + D];
+        a[i] = shuffled<(L & D ? L - D + TILE : L)...>(low, high);
+        a[i + D] = shuffled<(L & D ? L + TILE : L + D)...>(low, high);
+    }
+}
+
 // Sixteen vectors, of which the first comes to hold the first numbers of all.
 inline void transpose(Floats* a) {
-    for (int time = 0; time < 4; time++) {
-        Floats b[TILE];
-        for (int i = 0; i < TILE / 2; i++) {
-            b[2 * i] = shuffled<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a[i], a[i + TILE / 2]);
-            b[2 * i + 1] = shuffled<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a[i], a[i + TILE / 2]);
-        }
-        for (int i = 0; i < TILE; i++) a[i] = b[i];
-    }
+    const auto lanes = std::make_integer_sequence<int, TILE>{};
+    exchange<8>(a, lanes), exchange<4>(a, lanes), exchange<2>(a, lanes), exchange<1>(a, lanes);
 }
 
 // A tile: some bytes of its rows, of which `count` exist, unit by unit to vectors `beside` apart. Asks for what lies `ahead` bytes behind.

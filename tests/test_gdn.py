@@ -157,7 +157,8 @@ def test_the_early_layout_of_the_mlp_and_an_unread_skip_load_too(folder: Path, t
 
 
 @pytest.mark.parametrize(
-    "changes", [{"attn": {"layers": [0], "num_heads": 2}}, {"use_short_conv": False}, {"hidden_act": "gelu"}]
+    "changes",
+    [{"attn": {"layers": [0], "num_heads": 2, "qk_norm": True}}, {"use_short_conv": False}, {"hidden_act": "gelu"}],
 )
 def test_what_is_not_supported_is_refused_in_one_sentence(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not supported: use a checkpoint without"):

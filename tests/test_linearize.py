@@ -16,6 +16,7 @@ from outrider.models.selftest import tree_model
 from outrider.train import linearize as linearize_module
 from outrider.train.data import read_answers
 from outrider.train.distil import DistilSettings
+from outrider.train.hybrid import missed_layers
 from outrider.train.linear_lm import LanguageTrainer, LinearPlan, linear_lm
 from outrider.train.linearize import equally_long, linearize, new_model, ridge, take_over
 from workshop_fixtures import Killed, fail, kill_at, succeed
@@ -120,6 +121,36 @@ def test_layers_that_go_are_fitted_into_those_before_them(engine: Engine, data: 
     assert tree_model(model)[1].way == "factors, tree mask"
 
 
+def test_layers_whose_attention_is_missed_keep_it(target: Path, data: Path, tmp_path: Path) -> None:
+    """One of two layers stays the teacher's; laws are nearer than without any, and the hybrid is a target like any other."""
+    given = ("--target", target, "--data", data, "--minutes", 0, "--tokens", "2k", "--dtype", "fp32")
+    pure = succeed("linearize", *given, "--out", tmp_path / "pure")
+    known = succeed("linearize", *given, "--out", tmp_path / "hybrid", "--attention", 1)
+    assert len(known["layers_with_attention"]) == 1 and known["kl"] < pure["kl"]
+    config = json.loads((tmp_path / "hybrid" / "config.json").read_text())
+    assert config["attn"]["layers"] == known["layers_with_attention"]
+    engine = outrider.load(str(tmp_path / "hybrid"), "ngram", dtype="fp32")
+    assert engine.way.way == "factors, tree mask"
+    plain = engine.generate("humaneval question", shape="off", max_new_tokens=24, eos_token_id=None)
+    made = engine.generate("humaneval question", shape="chain4", max_new_tokens=24, eos_token_id=None)
+    assert made.token_ids == plain.token_ids
+    assert "attention in some" in (tmp_path / "hybrid" / "README.md").read_text()
+
+
+def test_the_layer_that_matters_is_found(engine: Engine, data: Path, tmp_path: Path) -> None:
+    """A layer whose attention writes nothing is not missed."""
+    texts = equally_long([answer.ids for answer in read_answers(data)], 1024)
+    layer = engine.model.base_model.layers[0].self_attn.o_proj
+    kept = layer.weight.clone()
+    with torch.no_grad():
+        layer.weight.zero_()
+    try:
+        assert missed_layers(engine, texts, [0, 1], 1, tmp_path, lambda done, total, what: None) == [1]
+    finally:
+        with torch.no_grad():
+            layer.weight.copy_(kept)
+
+
 def test_fitting_goes_on_after_a_kill(
     engine: Engine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +162,7 @@ def test_fitting_goes_on_after_a_kill(
     again, _ = linearize(engine, texts, None, tmp_path / "killed")
     whole, _ = linearize(engine, texts, None, tmp_path / "whole")
     assert len(fits) == 1 + 2
-    monkeypatch.setattr(linearize_module, "_Teacher", None)  # where every layer has its file, nothing is run
+    monkeypatch.setattr(linearize_module, "Teacher", None)  # where every layer has its file, nothing is run
     done, _ = linearize(engine, texts, None, tmp_path / "whole")
     assert all(torch.equal(done.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
     for name, tensor in whole.state_dict().items():
@@ -168,6 +199,7 @@ def test_what_cannot_be_linearized_is_refused_in_one_line(target: Path, data: Pa
     given = ("linearize", "--target", target, "--data", data, "--out", tmp_path / "out", "--dtype", "fp32")
     assert "3 layers cannot be kept of 2" in fail(*given, "--layers", 3)
     assert "0 layers cannot be kept" in fail(*given, "--layers", 0)
+    assert "2 layers cannot keep their attention; give 0 to 1" in fail(*given, "--attention", 2)
     assert "too few to fit" in fail(*given, "--tokens", 10)
     assert "holds no data set" in fail(*given[:4], tmp_path, *given[5:])
     assert not (tmp_path / "out").exists()

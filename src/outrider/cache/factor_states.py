@@ -10,8 +10,8 @@ L nodes of a path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,23 @@ from outrider.cache.attention import keep_rows
 from outrider.cache.nodes import Nodes
 from outrider.cache.recurrent import StateKey, StateSpec
 from outrider.mixers import twins
-from outrider.mixers.rules import Rule
+from outrider.mixers.rules import Factors, Rule
 
 Pick = Callable[[str, Nodes, int], str]
 """The way to score these nodes under the rule of that name, with a state of so many numbers: "serial", "chains", "masked", or a
 twin of one of these (`mixers.twins`)."""
+
+
+class Kernel(Protocol):
+    """A mixer that computes its nodes by itself, on the states and factors of its layer."""
+
+    def takes(self, x_BND: Tensor, held: LayerStates) -> bool:
+        """Whether it computes these."""
+        ...
+
+    def __call__(self, x_BND: Tensor, held: LayerStates, nodes: Nodes, capacity: int) -> Tensor:
+        """Outputs of new nodes [B, N, D]."""
+        ...
 
 
 class LayerStates:
@@ -42,21 +54,39 @@ class LayerStates:
     def convolve(self, x_BNC: Tensor, taps: int, nodes: Nodes, capacity: int) -> Tensor:
         """Keep the inputs of new nodes; what each of them convolves, [B, N, taps, C]."""
         self.settle()
-        assert self.inputs_BSC is not None
-        needed = self.window + capacity
-        if self.inputs_BSC.shape[1] < needed:
-            self.inputs_BSC = _grown(self.inputs_BSC, needed)
-        self.inputs_BSC[:, self.window + nodes.start : self.window + nodes.end] = x_BNC
-        slots = nodes.window(self.window, taps, self.inputs_BSC.shape[1])
-        picked = self.inputs_BSC.flatten(0, 1).index_select(0, slots)
+        inputs_BSC = self.room_for_inputs(capacity)
+        inputs_BSC[:, self.window + nodes.start : self.window + nodes.end] = x_BNC
+        slots = nodes.window(self.window, taps, inputs_BSC.shape[1])
+        picked = inputs_BSC.flatten(0, 1).index_select(0, slots)
         return picked.view(nodes.batch, nodes.new, taps, -1)
+
+    def room_for_inputs(self, capacity: int) -> Tensor:
+        """The window and the inputs of pending nodes, with room for so many nodes."""
+        assert self.inputs_BSC is not None
+        if self.inputs_BSC.shape[1] < self.window + capacity:
+            self.inputs_BSC = _grown(self.inputs_BSC, self.window + capacity)
+        return self.inputs_BSC
+
+    def room_for_factors(
+        self, rule: Rule, sizes: Mapping[str, tuple[int, ...]], batch: int, capacity: int
+    ) -> dict[str, Tensor]:
+        """The factors of pending nodes under a rule, [B, M, *size] each, with room for so many nodes."""
+        assert self.state_B is not None
+        self.rule = rule
+        for name, size in sizes.items():
+            held = self.factors_BM.get(name)
+            if held is None:
+                held = self.state_B.new_zeros(batch, 0, *size)
+            if held.shape[1] < capacity:
+                held = _grown(held, capacity)
+            self.factors_BM[name] = held
+        return self.factors_BM
 
     def recur(self, rule: Rule, x: Any, nodes: Nodes, capacity: int, way: str) -> Tensor:
         """Outputs of new nodes; their factors are kept."""
         self.settle()
         assert self.state_B is not None
-        self.rule = rule
-        self._write(rule.given(x), nodes, capacity)
+        self._write(rule, rule.given(x), nodes, capacity)
         rule, form = twins.resolve(rule, way)
         if form == "masked":
             known = {name: buffer[:, : nodes.end] for name, buffer in self.factors_BM.items()}
@@ -66,19 +96,14 @@ class LayerStates:
             rebuilt = [self._after_(self.state_B[row].clone(), row, nodes.path(row, node)) for row, node in plan.known]
             known_Y = torch.cat([self.state_B, torch.stack(rebuilt)]) if rebuilt else self.state_B
             out_BN, rest = rule.chains(known_Y, x, plan)
-        self._write(rest, nodes, capacity)
+        self._write(rule, rest, nodes, capacity)
         return out_BN
 
-    def _write(self, factors: Any, nodes: Nodes, capacity: int) -> None:
-        assert self.state_B is not None
+    def _write(self, rule: Rule, factors: Factors, nodes: Nodes, capacity: int) -> None:
+        sizes = {name: tuple(new_BN.shape[2:]) for name, new_BN in factors.items()}
+        held = self.room_for_factors(rule, sizes, nodes.batch, capacity)
         for name, new_BN in factors.items():
-            held = self.factors_BM.get(name)
-            if held is None:
-                held = new_BN.new_zeros(nodes.batch, 0, *new_BN.shape[2:], dtype=self.state_B.dtype)
-            if held.shape[1] < capacity:
-                held = _grown(held, capacity)
-            held[:, nodes.start : nodes.end] = new_BN
-            self.factors_BM[name] = held
+            held[name][:, nodes.start : nodes.end] = new_BN
 
     def _after_(self, state: Tensor, row: int, path_L: Tensor) -> Tensor:
         assert self.rule is not None
@@ -130,6 +155,7 @@ class FactorStates:
         capacity: pending nodes that buffers hold before they grow.
         pick: how to score nodes.
         dtype: the model's; states are kept in float32 at least.
+        kernels: compiled ones of its mixers, by layer.
     """
 
     def __init__(
@@ -140,7 +166,9 @@ class FactorStates:
         device: torch.device,
         pick: Pick,
         dtype: torch.dtype,
+        kernels: Mapping[int, Kernel] | None = None,
     ) -> None:
+        self.kernels = kernels or {}
         self.specs, self.batch, self.capacity, self.pick = specs, batch, capacity, pick
         self.layers: dict[int, LayerStates] = {}
         self.nodes: Nodes | None = None
@@ -188,6 +216,14 @@ class FactorStates:
     def enter(self, layer_idx: int) -> None:
         """What is called next, until another layer is entered, is of this layer."""
         self.entered = self.layers[layer_idx]
+
+    def by_kernel(self, layer_idx: int, x_BND: Tensor) -> Tensor | None:
+        """The outputs of a layer's mixer for its inputs [B, N, D], where a kernel computes all of it."""
+        kernel, layer = self.kernels.get(layer_idx), self.layers[layer_idx]
+        if kernel is None or not kernel.takes(x_BND, layer):
+            return None
+        assert self.nodes is not None
+        return kernel(x_BND, layer, self.nodes, self.capacity)
 
     def convolve(self, x_BNC: Tensor, taps: int) -> Tensor:
         """What each new node convolves in the entered layer, [B, N, taps, C]."""

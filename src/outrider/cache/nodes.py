@@ -65,7 +65,8 @@ class Nodes:
     @cached_property
     def seen_BMM(self) -> Tensor:
         """Which pending nodes are ancestors of a pending node, or itself."""
-        return torch.from_numpy(self.pending.ancestors_BMM[:, : self.end, : self.end]).to(self.device)
+        seen = np.ascontiguousarray(self.pending.ancestors_BMM[:, : self.end, : self.end])
+        return torch.from_numpy(seen).to(self.device)
 
     def plan(self, together: bool) -> Plan:
         """The order in which chains are stepped."""

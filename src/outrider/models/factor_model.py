@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from outrider.cache.factor_states import FactorStates, Pick
 from outrider.mixers.samples import Size
 from outrider.models.mixer_calls import missing
+from outrider.models.streaming import streaming
 from outrider.models.tree_model import NODES, CachedTreeModel, Unsupported
+from outrider.native.delta import delta_kernels
 from outrider.topology import Switch
 
 
@@ -32,10 +34,11 @@ class FactorTreeModel(CachedTreeModel):
             raise Unsupported("a layer keeps several states of a kind")
         self.way = "factors, tree mask"
         self.pick: Pick = Switch(self.device)
+        self.kernels = {} if streaming(model) else delta_kernels(self.mixers)
 
     def new_states(self, batch: int) -> FactorStates:
         """Recurrent states of so many rows."""
-        return FactorStates(self.specs, batch, NODES, self.device, self.pick, self.dtype)
+        return FactorStates(self.specs, batch, NODES, self.device, self.pick, self.dtype, self.kernels)
 
     @cached_property
     def _probed(self) -> FactorStates:

@@ -1,4 +1,4 @@
-"""A plain Gated DeltaNet language model: every layer a gated-delta mixer and a gated MLP, no attention.
+"""A Gated DeltaNet language model: every layer a gated-delta mixer and a gated MLP; in hybrids some have attention instead.
 
 Its parameters and its `config.json` are named as flash-linear-attention names them, so checkpoints of that library load from
 their folders. It is a transformers model with transformers' cache, and so a target and a drafter like any other.
@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from outrider.mixers import gated_delta
 from outrider.mixers.short_conv import unrolled
+from outrider.models.gdn_attention import Attention, Rotation, check_attention, rotations
 
 MODEL_TYPE = "gated_deltanet"
 
@@ -59,6 +60,7 @@ class GatedDeltaNetConfig(PretrainedConfig):
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     attn: dict | None = None
+    """Of a hybrid: `layers` that have attention, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size`, `rope_theta`."""
     fused_mlp: bool = False
     """Whether `mlp.gate_proj` holds both gate and value, as in early checkpoints; found out when a folder is loaded."""
     bos_token_id: int | None = 1
@@ -69,13 +71,17 @@ class GatedDeltaNetConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for wrong, what in (
-            (self.attn, "attention layers"),
             (not self.use_short_conv, "no short convolutions"),
             (self.hidden_act not in ("swish", "silu"), f"the activation {self.hidden_act}"),
         ):
             if wrong:
                 raise ValueError(f"This Gated DeltaNet has {what}, which is not supported: use a checkpoint without.")
         self.layer_types = ["linear_attention"] * self.num_hidden_layers
+        if self.attn:
+            check_attention(self.attn, self.num_hidden_layers)
+            self.sliding_window = self.attn.get("window_size")
+            for layer in self.attn.get("layers", ()):
+                self.layer_types[layer] = "sliding_attention" if self.sliding_window else "full_attention"
         super().__post_init__(**kwargs)
 
     @property
@@ -173,7 +179,7 @@ class GatedDeltaMixer(nn.Module):
         if cache is not None:
             state = cache.get_recurrent_state(self.layer_idx)
             mixed_BCT = cache.update_conv_state(mixed_BCT, self.layer_idx, conv_kernel_size=self.taps)
-        convolved_BCT = causal_conv1d_fn(mixed_BCT, *self._convolution(), activation="silu")
+        convolved_BCT = causal_conv1d_fn(mixed_BCT, *self.convolution(), activation="silu")
         q, k, v = convolved_BCT[..., -tokens:].mT.split([p.out_features for p in self._projections()], dim=-1)
         q, k = q.unflatten(-1, (-1, self.key_size)), k.unflatten(-1, (-1, self.key_size))
         v = v.unflatten(-1, (-1, self.value_size))
@@ -188,7 +194,8 @@ class GatedDeltaMixer(nn.Module):
     def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def _convolution(self) -> tuple[Tensor, Tensor]:
+    def convolution(self) -> tuple[Tensor, Tensor]:
+        """Weight [C, taps] of the short convolution, and its bias [C], or [] where there is none."""
         convs = self.q_conv1d, self.k_conv1d, self.v_conv1d
         weight_CK = torch.cat([conv.weight[:, 0] for conv in convs])
         biases = [conv.bias for conv in convs if conv.bias is not None]
@@ -223,13 +230,27 @@ class GatedDeltaBlock(nn.Module):
     def __init__(self, config: GatedDeltaNetConfig, layer_idx: int) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attn = GatedDeltaMixer(config, layer_idx)
+        self.attn: GatedDeltaMixer | Attention = GatedDeltaMixer(config, layer_idx)
+        if config.layer_types[layer_idx] != "linear_attention":
+            self.attn = Attention(config.hidden_size, config.attn or {}, layer_idx)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x_BTD: Tensor, cache: Any, attention_mask: Tensor | None) -> Tensor:
-        """Outputs [B, T, D]."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), cache=cache, attention_mask=attention_mask)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Outputs [B, T, D]; see `Attention`."""
+        normed_BTD, options = self.attn_norm(x_BTD), {"cache": cache, "attention_mask": attention_mask}
+        if isinstance(self.attn, Attention):
+            options["rotation"] = rotation
+        elif attention_mask is not None:  # recurrent layers know only padding in front of a row
+            padded = attention_mask.ndim == 2 and x_BTD.shape[1] > 1
+            options["attention_mask"] = attention_mask[:, -x_BTD.shape[1] :] if padded else None
+        x_BTD = x_BTD + self.attn(normed_BTD, **options)
         out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return out
 
@@ -279,19 +300,26 @@ class GatedDeltaNetModel(GatedDeltaNetPreTrainedModel):
         cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Last hidden states [B, T, D] and, if asked for, the cache."""
+        """Last hidden states [B, T, D] and, if asked for, the cache.
+
+        Args:
+            attention_mask: 0 at padding in front of a row [B, S], or what attention layers add to their scores [B, 1, T, S].
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
         x_BTD = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        mask_BT = None
-        if attention_mask is not None and attention_mask.ndim == 2 and x_BTD.shape[1] > 1:
-            mask_BT = attention_mask[:, -x_BTD.shape[1] :]
+        attention = [layer.attn.layer_idx for layer in self.layers if isinstance(layer.attn, Attention)]
+        if position_ids is None:
+            start = 0 if cache is None or not attention else cache.get_seq_length(attention[0])
+            position_ids = torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]
+        rotation = rotations(position_ids, x_BTD.shape[-1], self.config.attn, x_BTD.dtype) if attention else None
         for layer in self.layers:
-            x_BTD = layer(x_BTD, cache, mask_BT)
+            x_BTD = layer(x_BTD, cache, attention_mask, rotation)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BTD), cache=cache if use_cache else None)
 
 
@@ -323,10 +351,11 @@ class GatedDeltaNetForCausalLM(GatedDeltaNetPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], of the last `logits_to_keep` tokens if that is not 0."""
-        out = self.model(input_ids, attention_mask, cache, inputs_embeds, use_cache)
+        out = self.model(input_ids, attention_mask, cache, inputs_embeds, use_cache, position_ids)
         logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:

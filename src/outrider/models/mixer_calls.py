@@ -31,6 +31,9 @@ def run_with_factors(cache: TreeCache, mixer: nn.Module, hidden_BND: Tensor, kwa
     """Run a recurrent mixer once over the nodes of a call, with our convolution and recurrence in it."""
     states = cache.states
     assert isinstance(states, FactorStates)
+    done_BND = states.by_kernel(getattr(mixer, "layer_idx", -1), hidden_BND) if states.kernels else None
+    if done_BND is not None:
+        return done_BND
     names = {CONVOLUTION: functools.partial(convolve, states)}
     for name in recurrences(mixer):
         names[name] = functools.partial(RECURRENCES[name], states)

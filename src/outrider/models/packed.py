@@ -1,4 +1,4 @@
-"""Linear layers, and our own norms, over few rows on a CPU: by compiled kernels, or with weights laid out once for oneDNN.
+"""Linear layers, and RMS norms, over few rows on a CPU: by compiled kernels, or with weights laid out once for oneDNN.
 
 The kernels lay weights out when they are first used (`native/linear.py`). Without a compiler, bf16 weights are packed:
 `torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.models.norm import EPSILON, Norm
+from outrider.models.norm import Norm
 from outrider.models.resident import release
 from outrider.models.streaming import streaming
 from outrider.native.linear import RowNorm, RowProduct, row_norm, row_product
@@ -39,12 +39,12 @@ class Packed:
         if streaming(model) is not None:
             self._add({layer: _Passing(layer) for layer in linears})
         else:
-            norms = [m for m in model.modules() if isinstance(m, Norm)]
+            norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm) and type(m) in NORMS]
             self._add({layer: row_product([layer.weight], [layer.bias], laid=True) for layer in linears})
-            self._add({norm: row_norm(norm.weight, norm.eps or EPSILON) for norm in norms})
+            self._add({norm: row_norm(norm.weight, norm.eps) for norm in norms if norm.eps and norm.weight is not None})
             self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
         for layer, product in self.products.items():
-            layer.__class__ = _SwitchedNorm if isinstance(layer, Norm) else _SwitchedLinear
+            layer.__class__ = _switched(layer)
             vars(layer)["switch"] = _Switch(self, product)
 
     def _add(self, found: Mapping[Any, Fast | None]) -> None:
@@ -98,6 +98,23 @@ class _SwitchedNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         product: Fast | None = self.__dict__["switch"].product_for(x)
         return product(x) if product else super().forward(x)
+
+
+class _SwitchedRMSNorm(nn.RMSNorm):
+    """A norm of torch's, likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Fast | None = self.__dict__["switch"].product_for(x)
+        return product(x) if product else super().forward(x)
+
+
+def _switched(layer: nn.Module) -> type[nn.Module]:
+    if isinstance(layer, Norm):
+        return _SwitchedNorm
+    return _SwitchedRMSNorm if isinstance(layer, nn.RMSNorm) else _SwitchedLinear
+
+
+NORMS = (Norm, nn.RMSNorm, _SwitchedNorm, _SwitchedRMSNorm)  # others may do more
 
 
 class _Reordered:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.native.layout import Layout
+from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import library
-from outrider.native.linear import DTYPES, LinearStructure
+from outrider.native.linear import DTYPES
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 LEAST = 16  # inner width
@@ -177,12 +177,12 @@ class Decoder:
         weights = [linear.weight.detach() for linear in linears if linear is not None]
         if any(weight.dtype is not self.dtype or not weight.is_contiguous() for weight in weights):
             raise ValueError("the kernels want weights of one dtype, row after row")
-        new = [weight for weight in weights if self._address(weight) is None]
+        new = [weight for weight in weights if not self._layout_of(weight).address(weight)]
         if new and not self.lying:
             self.layouts = (*self.layouts, Layout(new))
 
-    def _address(self, weight: Tensor) -> int | None:
-        return next((at for layout in self.layouts if (at := layout.address(weight))), None)
+    def _layout_of(self, weight: Tensor) -> Layout:
+        return next((layout for layout in self.layouts if layout.address(weight)), Layout([]))
 
     def changed(self, **parts: Any) -> Decoder:
         """The same decoder with other `layers`, another `unembed` ..."""
@@ -207,11 +207,8 @@ class Decoder:
 
     def _linear(self, linear: nn.Linear) -> LinearStructure:
         weight = linear.weight.detach()
-        laid = self._address(weight)
         self._held.append(weight)
-        return LinearStructure(
-            laid or weight.data_ptr(), self._norm(linear.bias), linear.out_features, laid is not None
-        )
+        return self._layout_of(weight).linear(weight, self._norm(linear.bias))
 
     def __call__(
         self,

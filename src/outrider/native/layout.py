@@ -6,6 +6,7 @@ Shapes: K inputs, V outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ctypes import Structure, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from outrider.models.resident import in_huge_pages, release
 from outrider.native.library import library
 
 TILE, LINE = 16, 64
+
+
+class LinearStructure(Structure):
+    """A weight [V, K], a bias [V] of float32 or null, V, and whether the weight is laid out."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64), ("laid", c_int64)]
 
 
 class Layout:
@@ -37,6 +44,15 @@ class Layout:
             outs, inputs = weight.shape
             call(weight.element_size(), weight.data_ptr(), outs, inputs, self._at[_key(weight)], threads)
             release(weight)
+
+    def linear(self, weight: Tensor, bias: int | None = None) -> LinearStructure:
+        """A weight for the kernels, laid out or else as it lies.
+
+        Args:
+            bias: where it is, [V] of float32.
+        """
+        laid = self.address(weight)
+        return LinearStructure(laid or weight.data_ptr(), bias, len(weight), laid is not None)
 
     def address(self, weight: Tensor) -> int | None:
         """Where a weight was laid out; None for one that was not."""

@@ -21,6 +21,7 @@ from outrider.paths import cache_dir
 
 SOURCES = (
     "decoder.cpp",
+    "delta.cpp",
     "mixer.cpp",
     "products.cpp",
     "sums.cpp",
@@ -61,7 +62,8 @@ def _load() -> ctypes.CDLL | str:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return f"kernels could not be compiled: {_first_line(error)}"
     number, at = ctypes.c_int64, ctypes.c_void_p
-    found.outrider_pass.argtypes = found.outrider_mixer.argtypes = [at, at]
+    for name in ("outrider_pass", "outrider_mixer", "outrider_delta"):
+        found[name].argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
     found.outrider_lay_out.argtypes = [number, at, number, number, at, number]

@@ -6,22 +6,16 @@ Shapes: M rows, K inputs, V outputs, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from outrider.native.layout import Layout, fits
+from outrider.native.layout import Layout, LinearStructure, fits
 from outrider.native.library import Unavailable, library
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW_ROWS = 32  # from here on torch's products are as fast or faster
-
-
-class LinearStructure(Structure):
-    """A weight [V, K], a bias [V] of float32 or null, V, and whether the weight is laid out (`layout`)."""
-
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64), ("laid", c_int64)]
 
 
 class RowProduct:
@@ -58,11 +52,9 @@ class RowProduct:
         self._point()
 
     def _point(self) -> None:
-        parts = []
-        for weight, bias in zip(*self._held):
-            laid = self._layout.address(weight) if self._layout else None
-            bias_at = None if bias is None else bias.data_ptr()
-            parts.append(LinearStructure(laid or weight.data_ptr(), bias_at, len(weight), laid is not None))
+        layout = self._layout or Layout([])
+        biases = [None if bias is None else bias.data_ptr() for bias in self._held[1]]
+        parts = [layout.linear(weight, bias) for weight, bias in zip(self._held[0], biases)]
         self._parts = (LinearStructure * len(parts))(*parts)
         self._at, self._count = byref(self._parts), len(parts)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.native.layout import Layout
+from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import library
-from outrider.native.linear import DTYPES, LinearStructure
+from outrider.native.linear import DTYPES
 
 if TYPE_CHECKING:
     from outrider.cache.factors import LayerFactors
@@ -68,7 +68,7 @@ class MixerKernel:
             mixer.state_size,
             len(convolution),
             mixer.norm.eps,
-            *(_linear(weight, layout) for weight in weights),
+            *(layout.linear(weight) for weight in weights),
             *(part.data_ptr() for part in small),
         )
 
@@ -99,8 +99,3 @@ class MixerKernel:
         if self._call(byref(self._mixer), byref(call)):
             raise MemoryError("there is no memory left for a step of the drafter")
         return out_BND
-
-
-def _linear(weight: Tensor, layout: Layout) -> LinearStructure:
-    laid = layout.address(weight)
-    return LinearStructure(laid or weight.data_ptr(), None, len(weight), laid is not None)

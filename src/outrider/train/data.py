@@ -44,6 +44,7 @@ class DataSettings:
 
     target: str
     fingerprint: str
+    vocabulary: str
     tokens: int
     max_new_tokens: int
     seed: int
@@ -93,10 +94,13 @@ def make_data(
         raise ValueError(f"{tokens} tokens in answers of up to {max_new_tokens} are no data; ask for more")
     # which prompts were given is part of what a data set is made of
     mark = (f"prompts {zlib.crc32(chr(0).join(prompts).encode()):08x}",) if prompts else ()
-    settings = DataSettings(engine.name, fingerprint(engine.model), tokens, max_new_tokens, seed, (*sources, *mark))
-    _claim(out, settings)
+    made_of = (*sources, *mark)
+    settings = DataSettings(
+        engine.name, fingerprint(engine.model), vocabulary(engine), tokens, max_new_tokens, seed, made_of
+    )
+    claim_data(out, settings)
     shards = shard_files(out)
-    done = sum(_answer_tokens(load_file(path)) for path in shards)
+    done = sum(answer_tokens(load_file(path)) for path in shards)
     feed = _prompts(engine, out, prompts, settings)
     for number, batch in enumerate(_batches(engine, feed, max_new_tokens)):
         if done >= tokens:
@@ -109,11 +113,17 @@ def make_data(
         if hidden is not None:  # first: a shard that is there is whole
             save_atomically({"hidden": hidden}, feature_file(path, taps))
         save_atomically(shard, path)
-        done += _answer_tokens(shard)
+        done += answer_tokens(shard)
     if done == 0:
         raise ValueError("there were no prompts to answer; give --prompts or more sources")
     tell(done, tokens, "answer tokens")
     return done
+
+
+def vocabulary(engine: Engine) -> str:
+    """A short mark of what token ids mean."""
+    known = {} if engine.tokenizer is None else engine.tokenizer.get_vocab()
+    return f"{zlib.crc32(json.dumps(sorted(known.items())).encode()):08x}"
 
 
 def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[str]]:
@@ -128,7 +138,7 @@ def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[st
         yield batch
 
 
-def _claim(out: Path, settings: DataSettings) -> None:
+def claim_data(out: Path, settings: DataSettings) -> None:
     """Make the folder ours, or check that it is."""
     about = out / "data.json"
     if about.exists():
@@ -224,7 +234,8 @@ def _answer(
     return shard, torch.cat(hidden) if hidden else None
 
 
-def _answer_tokens(shard: dict[str, torch.Tensor]) -> int:
+def answer_tokens(shard: dict[str, torch.Tensor]) -> int:
+    """Tokens of a shard that the target wrote."""
     return int(shard["row_lengths"].sum() - shard["prompt_lengths"].sum())
 
 
@@ -272,6 +283,6 @@ def make_held_out(
     prompts = [text for task in tasks for text in task_prompts(True, (task,))[:per_task]]
     if not prompts:
         raise ValueError(f"no prompt of {', '.join(tasks)} falls on the held-out side; give more prompts")
-    settings = DataSettings(engine.name, "", 0, max_new_tokens, 0, ())
+    settings = DataSettings(engine.name, "", "", 0, max_new_tokens, 0, ())
     save_atomically(_answer(engine, prompts, 0, settings, (0.0,))[0], path)
     return path

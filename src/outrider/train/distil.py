@@ -176,7 +176,8 @@ class Trainer:
     def _update(self, batch: Batch, progress: float) -> float:
         warm = min(1.0, (self.updates + 1) / 50)
         for optimizer in self.optimizers:
-            optimizer.param_groups[0]["lr"] = self.settings.rate * warm * max(0.02, 1.0 - progress)
+            group = optimizer.param_groups[0]
+            group["lr"] = self.settings.rate * group.get("scale", 1.0) * warm * max(0.02, 1.0 - progress)
         loss = self.loss(batch, self.settings.steps_at(progress))
         if not torch.isfinite(loss):
             raise ValueError("the loss is not finite; lower --rate, or check the data and the target's dtype")

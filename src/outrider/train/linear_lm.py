@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.models.files import save_atomically
+from outrider.models.gdn import GatedDeltaMixer
 from outrider.train.batches import make_batch
 from outrider.train.card import about, model_card
 from outrider.train.data import read_answers
 from outrider.train.distil import DistilSettings, Trainer
 from outrider.train.features import Example, examples
+from outrider.train.hybrid import missed_layers
 from outrider.train.kinds import Plan
-from outrider.train.linearize import check_teacher, equally_long, linearize
+from outrider.train.linearize import check_teacher, equally_long, kept_layers, linearize
 from outrider.train.llama_student import LlamaStudent, save_transformer
 from outrider.train.plots import language_curve
 from outrider.train.students import Student
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 MEASURED = 16  # held-out answers on which closeness is measured
+KNOWN = 0.25  # of the learning rate, for what was taken over from the teacher as it is
 ORIGIN = "origin.json"  # what is known of a model's making, beside it
 
 
@@ -42,6 +45,7 @@ class LinearPlan:
 
     Args:
         layers: how many of the teacher's to keep; None is all.
+        attention: how many of these keep their attention, the ones in which it is missed most.
         tokens: about how many of the teacher's answers to fit on.
         held_out: tasks, and FILE.jsonl, on whose held-out prompts closeness is measured.
     """
@@ -49,6 +53,7 @@ class LinearPlan:
     layers: int | None = None
     tokens: int = 32768
     held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    attention: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens < 1024:
@@ -59,9 +64,16 @@ class LanguageTrainer(Trainer):
     """The loop for a whole language model, which begins near to where it should go."""
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        """AdamW: of matrices this large, the orthogonal steps of Muon would cost as much as their gradients."""
-        trained = list(self.module.parameters())
-        return [torch.optim.AdamW(trained, lr=self.settings.rate, weight_decay=0.0, betas=(0.9, 0.95))]
+        """AdamW, and small steps for what the teacher had learnt already: of matrices this large, the orthogonal steps of Muon
+        would cost as much as their gradients."""
+        mixers = [m for m in self.module.modules() if isinstance(m, GatedDeltaMixer)]
+        new = [p for mixer in mixers for p in mixer.parameters()]
+        chosen = set(map(id, new))
+        known = [p for p in self.module.parameters() if id(p) not in chosen]
+        return [
+            torch.optim.AdamW([{"params": group, "scale": scale}], weight_decay=0.0, betas=(0.9, 0.95))
+            for group, scale in ((new, 1.0), (known, KNOWN))
+        ]
 
     def gain(self, point: dict[str, float]) -> float:
         """Closeness of laws."""
@@ -87,12 +99,14 @@ def linear_lm(
     Raises:
         ValueError: when teacher, data or folder do not fit, or training fails.
     """
-    check_teacher(engine, plan.layers)
+    check_teacher(engine, plan.layers, plan.attention)
     check_data(engine, data)
     claim(out, asdict(plan), engine)
     answers = [answer.ids for answer in read_answers(data)]
     texts_NT = equally_long(answers, plan.tokens).to(engine.model.device)
-    model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell)
+    kept = kept_layers(engine, texts_NT, plan.layers, out / "run", tell)
+    attention = missed_layers(engine, texts_NT, kept, plan.attention, out / "run", tell)
+    model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell, attention)
     reads = Plan("llama", held_out=plan.held_out)
     taps, (_, held) = plan_taps(engine, reads), load_examples(engine, data, reads, tell)
     held = held[:: max(1, len(held) // MEASURED)][:MEASURED]
@@ -101,6 +115,7 @@ def linear_lm(
     facts: dict[str, Any] = {
         "kind": "Gated DeltaNet language model, linearized",
         "layers_of_the_teacher": kept,
+        "layers_with_attention": attention,
         "parameters": sum(p.numel() for p in model.parameters()),
         "fitted_on_tokens": plan.tokens,
     }
@@ -131,8 +146,8 @@ def _distil(
         trainer.curve.append({"seconds": 0.0, "tokens": 0, "loss": start["kl"], **start})
         save_atomically(dict(student.module.state_dict()), best)
 
-    def feed() -> list[Example]:
-        return examples(data, taps)
+    def feed() -> list[Example]:  # prompts teach as well as answers: they are read in any case
+        return [replace(example, prompt_length=1) for example in examples(data, taps)]
 
     train(trainer, feed, lambda: closeness(student, held), language_curve, every, patience, tell)
     reached = max(trainer.curve, key=trainer.gain)
@@ -171,8 +186,9 @@ def closeness(student: Student, held: Sequence[Example]) -> dict[str, float]:
 
 
 def _card(known: dict[str, Any]) -> str:
+    rest = "with attention in some of its layers" if known["layers_with_attention"] else "without attention"
     text = (
-        "A Gated DeltaNet language model, without attention, made out of an attention model: layers fitted in closed form, then "
+        f"A Gated DeltaNet language model, {rest}, made out of an attention model: layers fitted in closed form, then "
         "distilled on the teacher's answers. Its layout is flash-linear-attention's. KL, perplexity and agreement are those "
         "against its teacher, on answers to prompts that were never trained on."
     )

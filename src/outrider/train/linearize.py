@@ -4,7 +4,7 @@ Embeddings, norms, MLPs and q, k, v projections are taken over. What a layer wri
 ridge regression: first the mixer's output projection, so that the stream behind the mixer is the teacher's, then the MLP's. Both
 are fitted on the student's own stream, so that a layer also mends what those before it got wrong. That needs forward passes over
 some ten thousand tokens and nothing else; what it leaves is for distillation (the two stages of MOHAWK, LoLCATs and RADLADS,
-whose first stage is gradient descent).
+whose first stage is gradient descent). A hybrid keeps the attention of the layers in which it is missed most.
 
 A fitted layer is a file; a run that was killed goes on behind the last one.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from outrider.models.files import save_atomically
-from outrider.models.gdn import GatedDeltaBlock, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from outrider.models.gdn import GatedDeltaBlock, GatedDeltaMixer, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from outrider.models.gdn_attention import Attention
 from outrider.train.prune import choose_layers
 
 if TYPE_CHECKING:
@@ -44,8 +44,12 @@ MEASURED, MEASURED_TOKENS = 6, 64  # texts on which layers are chosen
 Tell = Callable[[int, int, str], None]
 
 
-def check_teacher(engine: Engine, layers: int | None) -> None:
+def check_teacher(engine: Engine, layers: int | None, attention: int = 0) -> None:
     """Refuse what cannot be linearized.
+
+    Args:
+        layers: how many to keep; None is all.
+        attention: how many of these keep their attention.
 
     Raises:
         ValueError: in that case.
@@ -57,10 +61,23 @@ def check_teacher(engine: Engine, layers: int | None) -> None:
         )
     if layers is not None and not 1 <= layers <= config.num_hidden_layers:
         raise ValueError(f"{layers} layers cannot be kept of {config.num_hidden_layers}; give 1 to that many")
+    most = (layers or config.num_hidden_layers) - 1
+    if not 0 <= attention <= most:
+        raise ValueError(f"{attention} layers cannot keep their attention; give 0 to {most}")
+    rotation = _rotation(config)
+    if attention and rotation.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"positions rotated the {rotation['rope_type']} way are not in flash-linear-attention's layout; keep no attention"
+        )
 
 
 def linearize(
-    engine: Engine, texts_NT: Tensor, layers: int | None, run: Path, tell: Tell = lambda done, total, what: None
+    engine: Engine,
+    texts_NT: Tensor,
+    layers: int | None,
+    run: Path,
+    tell: Tell = lambda done, total, what: None,
+    attention: Sequence[int] = (),
 ) -> tuple[GatedDeltaNetForCausalLM, list[int]]:
     """A Gated DeltaNet model, float32, and the teacher's layers that it was made of.
 
@@ -68,18 +85,20 @@ def linearize(
         texts_NT: token ids of the teacher's own texts, on its device, where the model will be as well.
         layers: how many layers to keep; None is all. Those behind a kept one that went are fitted into it.
         run: folder that keeps fitted layers.
+        attention: kept layers of the teacher that keep their attention: a hybrid.
     """
-    check_teacher(engine, layers)
-    run.mkdir(parents=True, exist_ok=True)
-    kept = _kept(engine, texts_NT, layers, run, tell)
-    model = new_model(engine, len(kept)).to(engine.model.device)
+    check_teacher(engine, layers, len(attention))
+    kept = kept_layers(engine, texts_NT, layers, run, tell)
+    model = new_model(engine, len(kept), [kept.index(layer) for layer in attention]).to(engine.model.device)
     half = engine.dtype is torch.bfloat16  # products as the finished model will compute them; streams stay wide
     with torch.inference_mode(), torch.autocast(engine.model.device.type, torch.bfloat16, enabled=half):
         _fit(engine, model, kept, texts_NT, run, tell)
     return model, kept
 
 
-def _kept(engine: Engine, texts_NT: Tensor, layers: int | None, run: Path, tell: Tell) -> list[int]:
+def kept_layers(engine: Engine, texts_NT: Tensor, layers: int | None, run: Path, tell: Tell) -> list[int]:
+    """The layers to keep: all, or so many of them; what is chosen is remembered in `run`."""
+    run.mkdir(parents=True, exist_ok=True)
     count = engine.model.config.get_text_config().num_hidden_layers
     path = run / "kept.safetensors"
     if not path.exists():
@@ -91,14 +110,27 @@ def _kept(engine: Engine, texts_NT: Tensor, layers: int | None, run: Path, tell:
     return found
 
 
-def new_model(engine: Engine, layers: int) -> GatedDeltaNetForCausalLM:
+def _rotation(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return found
+
+
+def new_model(engine: Engine, layers: int, attention: Sequence[int] = ()) -> GatedDeltaNetForCausalLM:
     """A model of the teacher's sizes with the teacher's embeddings, final norm and vocabulary head; its layers are not the
-    teacher's yet."""
+    teacher's yet, and those of `attention` have attention."""
     teacher: Any = engine.model
     config = teacher.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    softmax = {
+        "layers": sorted(attention),
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "window_size": getattr(config, "sliding_window", None),
+        "rope_theta": _rotation(config).get("rope_theta", 10000.0),
+    }
     model = GatedDeltaNetForCausalLM(
         GatedDeltaNetConfig(
+            attn=softmax if attention else None,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             num_hidden_layers=layers,
@@ -126,12 +158,29 @@ def new_model(engine: Engine, layers: int) -> GatedDeltaNetForCausalLM:
 
 @torch.no_grad()
 def take_over(block: GatedDeltaBlock, layer: Any, typical_D: Tensor) -> None:
-    """Give a gated-delta layer what an attention layer has.
+    """Give a layer what an attention layer has.
 
     Args:
         typical_D: the mean input of the mixer, behind its norm: at it, gates are open.
     """
-    attention, mixer, mlp = layer.self_attn, block.attn, layer.mlp
+    mlp = layer.mlp
+    for ours, theirs in (
+        (block.attn_norm, layer.input_layernorm),
+        (block.mlp_norm, layer.post_attention_layernorm),
+        (block.mlp.gate_proj, mlp.gate_proj),
+        (block.mlp.up_proj, mlp.up_proj),
+        (block.mlp.down_proj, mlp.down_proj),
+    ):
+        assert ours is not None
+        ours.weight.copy_(theirs.weight)
+    if isinstance(block.attn, Attention):
+        for name in ("q", "k", "v", "o"):
+            getattr(block.attn, f"{name}_proj").weight.copy_(getattr(layer.self_attn, f"{name}_proj").weight)
+    else:
+        _become_recurrent(block.attn, layer.self_attn, typical_D)
+
+
+def _become_recurrent(mixer: GatedDeltaMixer, attention: Any, typical_D: Tensor) -> None:
     heads = mixer.q_proj.out_features // mixer.key_size
     for name in ("q", "k", "v"):
         weight = getattr(attention, f"{name}_proj").weight
@@ -148,15 +197,6 @@ def take_over(block: GatedDeltaBlock, layer: Any, typical_D: Tensor) -> None:
     mixer.dt_bias.copy_(decays.expm1().log())
     assert mixer.g_proj is not None
     mixer.g_proj.weight.copy_((OPEN * typical_D / typical_D.square().sum()).expand_as(mixer.g_proj.weight))
-    for ours, theirs in (
-        (block.attn_norm, layer.input_layernorm),
-        (block.mlp_norm, layer.post_attention_layernorm),
-        (block.mlp.gate_proj, mlp.gate_proj),
-        (block.mlp.up_proj, mlp.up_proj),
-        (block.mlp.down_proj, mlp.down_proj),
-    ):
-        assert ours is not None
-        ours.weight.copy_(theirs.weight)
 
 
 # ---- fitting ---------------------------------------------------------------------------------------------------------
@@ -176,7 +216,7 @@ def _fit(
         for block, path in zip(model.model.layers, files):
             block.load_state_dict(load_file(path))
         return
-    teacher = _Teacher(engine, texts_NT)
+    teacher = Teacher(engine, texts_NT)
     stream_NTD = _by_parts(model.model.embeddings, texts_NT)
     ends = [*kept[1:], engine.model.config.get_text_config().num_hidden_layers]
     for place, (index, end) in enumerate(zip(kept, ends)):
@@ -186,7 +226,7 @@ def _fit(
         mixed_NTD = teacher.advance(index, end)
         if path.exists():
             block.load_state_dict(load_file(path))
-            stream_NTD = _by_parts(partial(block, cache=None, attention_mask=None), stream_NTD)
+            stream_NTD = _by_parts(block, stream_NTD)
         else:
             stream_NTD = _fit_layer(block, teacher.layers[index], stream_NTD, mixed_NTD, teacher.stream_NTD)
             save_atomically(dict(block.state_dict()), path)
@@ -201,15 +241,21 @@ def _fit_layer(block: GatedDeltaBlock, layer: Any, stream_NTD: Tensor, mixed_NTD
         mixed_NTD: the teacher's behind the mixer.
         wanted_NTD: and behind the layer, or behind those that went with it.
     """
-    block.attn_norm.weight.copy_(layer.input_layernorm.weight)
-    take_over(block, layer, _by_parts(block.attn_norm, stream_NTD).mean((0, 1)))
-    read_NTU = _by_parts(lambda x: _before(block.attn.o_proj, block.attn, block.attn_norm(x)), stream_NTD)
-    block.attn.o_proj.weight.copy_(ridge(read_NTU, mixed_NTD - stream_NTD, mixed_NTD))
-    stream_NTD = stream_NTD + block.attn.o_proj(read_NTU)
+    stream_NTD = fit_mixer(block, layer, stream_NTD, mixed_NTD)
     read_NTU = _by_parts(lambda x: _before(block.mlp.down_proj, block.mlp, block.mlp_norm(x)), stream_NTD)
     down = block.mlp.down_proj
     down.weight.add_(ridge(read_NTU, wanted_NTD - stream_NTD - down(read_NTU), wanted_NTD))
     return stream_NTD + down(read_NTU)
+
+
+def fit_mixer(block: GatedDeltaBlock, layer: Any, stream_NTD: Tensor, mixed_NTD: Tensor) -> Tensor:
+    """Fit the mixer of a layer; returns the student's stream behind it. Attention stays as it is."""
+    block.attn_norm.weight.copy_(layer.input_layernorm.weight)
+    take_over(block, layer, _by_parts(block.attn_norm, stream_NTD).mean((0, 1)))
+    read_NTU = _by_parts(lambda x: _before(block.attn.o_proj, block.attn, block.attn_norm(x)), stream_NTD)
+    if not isinstance(block.attn, Attention):
+        block.attn.o_proj.weight.copy_(ridge(read_NTU, mixed_NTD - stream_NTD, mixed_NTD))
+    return stream_NTD + block.attn.o_proj(read_NTU)
 
 
 def ridge(read_NTU: Tensor, wanted_NTD: Tensor, scale_NTD: Tensor) -> Tensor:
@@ -230,7 +276,7 @@ def _ridge(read_NTU: Tensor, wanted_NTD: Tensor, scale_NTD: Tensor) -> Tensor:
     return torch.linalg.solve(gram_UU, moment_UD).T.float()
 
 
-class _Teacher:
+class Teacher:
     """The attention model, run over the texts one layer at a time."""
 
     def __init__(self, engine: Engine, texts_NT: Tensor) -> None:
@@ -271,6 +317,14 @@ class _Teacher:
         layer, kwargs = self.layers[index], self.kwargs[index]
         self.stream_NTD = _by_parts(lambda x: _first(layer(x, **kwargs)), self.stream_NTD)
 
+    def rest(self, index: int, mixed_NTD: Tensor) -> Tensor:
+        """The stream behind the last layer, from one behind the mixer of layer `index`."""
+        layer = self.layers[index]
+        x_NTD = mixed_NTD + layer.mlp(layer.post_attention_layernorm(mixed_NTD))
+        for further in range(index + 1, len(self.layers)):
+            x_NTD = _first(self.layers[further](x_NTD, **self.kwargs[further]))
+        return x_NTD
+
 
 def _first(output: Any) -> Tensor:
     found: Tensor = output[0] if isinstance(output, tuple) else output
@@ -282,7 +336,7 @@ def _by_parts(function: Callable[[Tensor], Tensor], x_N: Tensor) -> Tensor:
     return torch.cat([function(part) for part in x_N.split(BATCH)])
 
 
-def _before(linear: nn.Module, module: nn.Module, x_NTD: Tensor) -> Tensor:
+def _before(linear: nn.Module, module: Callable[[Tensor], Tensor], x_NTD: Tensor) -> Tensor:
     """What a linear layer inside a module reads when the module runs."""
     read: list[Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, args: read.append(args[0]))

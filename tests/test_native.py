@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.native import library as module
+from outrider.native.highest import highest
 from outrider.native.library import Unavailable, library
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
@@ -100,6 +102,42 @@ def test_rows_prompts_and_taps_are_those_of_the_lean_decoder(family: str, thread
         torch.set_num_threads(before)
     for ours, theirs in zip(*found):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+def test_a_node_has_the_same_bits_among_any_number_of_others(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    state = NativeTreeModel(_llama(dtype, **sizes)).begin([[1]], room=80)
+    alone = state.extend([[2]], [[-1]])[0, 0].clone()
+    state.commit([[]])
+    for count in (*range(2, 20), 24, 25, 33, 79):
+        among = state.extend([[2] * count], [[-1] * count])[0]
+        assert torch.equal(among, alone.expand_as(among))
+        state.commit([[]])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 15, 16, 51])
+def test_the_highest_score_is_the_first_of_several_and_nothing_hides_what_is_no_number(
+    width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 3, (40, width), generator=generator).to(dtype)
+    scores[0] = float("-inf")
+    tokens, values = highest(scores)
+    assert tokens == scores.float().argmax(-1).tolist() and values == scores.amax(-1).tolist()
+    for place in range(width):
+        broken = scores[1:2].clone()
+        broken[0, place] = float("nan")
+        assert math.isnan(highest(broken)[1][0])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_cut_and_shallow_copies_share_what_was_laid_out() -> None:
+    model = NativeTreeModel(_llama(**ODD_SIZES[0]))
+    assert model.shallow(1).decoder.layouts == model.decoder.layouts
 
 
 @pytest.mark.parametrize(

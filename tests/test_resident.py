@@ -10,8 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from native_kernels import needs_kernels
 from outrider.models.packed import Packed
 from outrider.models.resident import release
+from outrider.native.layout import Layout
 
 SIZE = 512
 
@@ -46,6 +48,16 @@ def test_what_was_written_stays(tmp_path: Path) -> None:
 def test_ordinary_memory_stays(tensor: torch.Tensor) -> None:
     before = tensor.clone()
     assert release(tensor) == 0 and torch.equal(tensor, before)
+
+
+def test_a_weight_that_was_laid_out_is_given_back_and_reads_the_same(tmp_path: Path) -> None:
+    needs_kernels()
+    weight, values = mapped(tmp_path)
+    assert torch.equal(weight, values)  # now in memory
+    layout = Layout([weight])
+    assert layout.address(weight) and layout.address(values) is None
+    assert release(weight) == 0  # nothing of it is in memory any more
+    assert torch.equal(weight, values)
 
 
 def test_a_packed_layer_still_has_its_weights(tmp_path: Path) -> None:

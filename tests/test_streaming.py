@@ -78,11 +78,11 @@ def logits(engine: Engine) -> torch.Tensor:
 
 
 @LINUX
-@pytest.mark.parametrize(("family", "kernels"), [*((f, False) for f in LEAN + OTHERS), *((f, True) for f in OTHERS)])
+@pytest.mark.parametrize(("family", "kernels"), [(f, k) for f in LEAN + OTHERS for k in (False, True)])
 def test_streamed_logits_are_bit_for_bit_those_of_the_whole_model(
     family: str, kernels: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not kernels:  # with them, lean families that are not streamed are passed in one call, with other bits
+    if not kernels:
         without_kernels(monkeypatch)
     whole, small = outrider.load(str(folders(family)), "off", dtype="fp32"), streamed(folders(family), dtype="fp32")
     assert len(streamed_parts(small.model)) == len(streaming(small.model).chosen.streamed) > 1
@@ -94,10 +94,8 @@ def test_streamed_logits_are_bit_for_bit_those_of_the_whole_model(
 @pytest.mark.parametrize("family", ("llama", "mamba2", "gpt2"))
 @pytest.mark.parametrize("stored, asked", [(torch.bfloat16, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "bf16")])
 def test_weights_in_another_dtype_are_converted_on_their_way(
-    family: str, stored: torch.dtype, asked: str, folders: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, stored: torch.dtype, asked: str, folders: Any
 ) -> None:
-    if family in LEAN:
-        without_kernels(monkeypatch)
     folder = folders(family, stored)
     whole, small = outrider.load(str(folder), "off", dtype=asked), streamed(folder, dtype=asked)
     assert small.dtype == whole.dtype
@@ -146,7 +144,8 @@ def test_a_changed_weight_is_never_lost(way: str, folders: Any) -> None:
 
 @LINUX
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
-def test_an_interrupted_pass_harms_nothing(family: str, folders: Any) -> None:
+def test_an_interrupted_pass_harms_nothing(family: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)  # which run no module that could be interrupted
     engine = streamed(folders(family, torch.bfloat16), dtype="fp32")
     wanted = engine.generate(list(PROMPT), max_new_tokens=8).token_ids
     layer = list(streamed_parts(engine.model))[-1]

@@ -25,6 +25,7 @@ from transformers.generation.logits_process import (
 )
 
 from outrider import noise
+from outrider.native.highest import highest
 from outrider.options import LogitsProcessor, Options
 from outrider.tree import TokenTree
 
@@ -173,10 +174,14 @@ class Sampler:
         Raises:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
-        highest_N, tokens_N = perturbed_NV.max(-1)
         checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
-        # token ids are whole numbers far below 2**24, which float32 holds exactly
-        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        if perturbed_NV.device.type == "cpu":
+            tokens, best = highest(perturbed_NV)
+            found = [*(known_N.tolist() for known_N in checked), best]
+        else:
+            highest_N, tokens_N = perturbed_NV.max(-1)
+            # token ids are whole numbers far below 2**24, which float32 holds exactly
+            tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
         for known in found[0]:
             _refuse_not_finite(known)
         for known in found[-1]:

@@ -140,16 +140,17 @@ def visibility(
         ancestors_BNM: of each new node, which pending nodes are its ancestors or itself.
         window: a node sees only the last `window` positions of its path, itself included; None sees all.
     """
-    batch, new, _ = ancestors_BNM.shape
-    slots_S = np.arange(base)
-    lengths_B = np.asarray(lengths)
-    prefix_BNS = np.broadcast_to(slots_S < lengths_B[:, None, None], (batch, new, base))
-    if window is not None:
-        depths_BN = depths_BM[:, -new:]
+    batch, new, pending = ancestors_BNM.shape
+    visible_BNS = np.ones((batch, new, base + pending), dtype=bool)
+    visible_BNS[:, :, base:] = ancestors_BNM
+    if min(lengths) < base:
+        visible_BNS[:, :, :base] = np.arange(base) < np.asarray(lengths)[:, None, None]
+    if window is not None and base + pending > window:
+        depths_BN, lengths_B = depths_BM[:, -new:], np.asarray(lengths)
         positions_BN = lengths_B[:, None] + depths_BN
-        prefix_BNS = prefix_BNS & (positions_BN[:, :, None] - slots_S < window)
-        ancestors_BNM = ancestors_BNM & (depths_BN[:, :, None] - depths_BM[:, None, :] < window)
-    return np.concatenate([prefix_BNS, ancestors_BNM], axis=2)
+        visible_BNS[:, :, :base] &= positions_BN[:, :, None] - np.arange(base) < window
+        visible_BNS[:, :, base:] &= depths_BN[:, :, None] - depths_BM[:, None, :] < window
+    return visible_BNS
 
 
 def aligned(slots: int) -> int:

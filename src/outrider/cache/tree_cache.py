@@ -26,6 +26,7 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         self.capacity = capacity
         self.attention: dict[int, AttentionLayer] = {}
+        self.beside: Any = None  # what a reader keeps about all keys and values; forgotten when these may lie elsewhere
         self.states: NodeStates | FactorStates | None = None
         self.seen = 0  # tokens prefilled
         self.start = 0  # slot where the current call writes
@@ -40,11 +41,13 @@ class TreeCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values, return all that may be seen."""
+        self.beside = None
         layer = self.attention.setdefault(layer_idx, AttentionLayer(self.capacity))
         return layer.write(key_states, value_states, self.start, align=self.nodes is not None)
 
     def room(self, layer_idx: int, like: Tensor, heads: int, size: int, end: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [B, H, C, D], with room for `end` slots, of the dtype and with the rows of `like`."""
+        self.beside = None
         layer = self.attention.setdefault(layer_idx, AttentionLayer(self.capacity))
         return layer.reserve(like, heads, size, end)
 
@@ -176,6 +179,7 @@ class TreeCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
+        self.beside = None
         for layer in self.attention.values():
             layer.keep(rows)
         if self.states is not None:

@@ -1,13 +1,16 @@
 """The lean decoder with compiled kernels: a pass over a few nodes is one call, and takes little more than reading the weights.
 
-Weights stay where transformers has them. Prompts go through the kernels too, some hundred tokens at a time.
+Weights are laid out for the kernels once, and those of transformers given back; with a memory budget they are read as they lie,
+layer after layer. Prompts go through the kernels too, some hundred tokens at a time.
 
-Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots, V vocabulary.
+Shapes: B rows, N nodes, P positions, D width, E head size, S slots, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,13 +21,15 @@ from transformers import PreTrainedModel
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import seen_in_prompt
 from outrider.models.draft_vocab import CutHead
-from outrider.models.lean import Block, LeanTreeModel
-from outrider.models.streaming import streamed_parts
+from outrider.models.lean import Block, LeanTreeModel, StreamedBlock
+from outrider.models.native_streamed import StreamedDecoder
+from outrider.models.streaming import streamed_parts, streaming
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import Unsupported
-from outrider.native.decoder import Attended, Decoder, DecoderLayer
+from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
 from outrider.native.library import Unavailable, library
 
+STREAMED_CHUNK = 512  # every chunk of a prompt reads the disk
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
 
 
@@ -42,8 +47,6 @@ class NativeTreeModel(LeanTreeModel):
             library()
         except Unavailable as reason:
             raise Unsupported(str(reason)) from reason
-        if streamed_parts(model):
-            raise Unsupported("the kernels do not stream layers")
         super().__init__(model)
         if self.cap:
             raise Unsupported("the kernels do not cap logits")
@@ -58,17 +61,31 @@ class NativeTreeModel(LeanTreeModel):
             raise Unsupported(str(reason)) from reason
         self.way = "compiled kernels, tree mask"
 
-    def _decoder(self, model: PreTrainedModel) -> Decoder:
+    def _decoder(self, model: PreTrainedModel) -> Decoder | StreamedDecoder:
         base: Any = model.base_model
         head: Any = model.get_output_embeddings()
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        if len({(block.before_mixer.eps, block.heads, block.groups, block.size) for block in blocks}) > 1:
+        if len(found := {_size(layer) for layer in base.layers}) > 1:
             raise ValueError("the kernels want layers of one size")
-        layers = [_layer(*both, self.kind_names) for both in zip(base.layers, blocks)]
-        first = self.first = blocks[0]
+        ((self.heads, self.groups, self.head_size),) = found
         activation = self.config.hidden_activation if self.typed_rotary else self.config.hidden_act
-        eps = first.before_mixer.eps
-        return Decoder(layers, first.heads, first.groups, first.size, activation, eps, self.norm.weight, head)
+        make = partial(
+            Decoder,
+            heads=self.heads,
+            groups=self.groups,
+            size=self.head_size,
+            activation=activation,
+            epsilon=self.norm.eps,
+            norm=self.norm.weight,
+            lying=streaming(model) is not None,
+        )
+        layers = [partial(_layer, *both, self.kind_names) for both in zip(base.layers, self.blocks)]
+        if not (parts := streamed_parts(model)):
+            return make([layer() for layer in layers], unembed=head)
+        self.chunk = STREAMED_CHUNK
+        streamed = [(parts.get(layer, nullcontext()), read) for layer, read in zip(base.layers, layers)]
+        with streamed[0][0]:
+            make([streamed[0][1]()], unembed=head)  # says what the kernels do not compute
+        return StreamedDecoder(streamed, make, head)
 
     def shallow(self, layers: int) -> NativeTreeModel:
         """The same model with its first layers only."""
@@ -108,14 +125,13 @@ class NativeTreeModel(LeanTreeModel):
         logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
         stream_BND = self.embedding(ids_BN).contiguous()
-        end, (groups, size) = cache.start + ids_BN.shape[1], (self.first.groups, self.first.size)
-        held = [cache.room(index, stream_BND, groups, size, end) for index in range(len(self.blocks))]
+        end = cache.start + ids_BN.shape[1]
         attended = Attended(
-            rotations=[self._rotations(kind, stream_BND, positions_BN) for kind in self.kind_names],
+            rotations=[self._rotations(kind, stream_BND, positions_BN, end) for kind in self.kind_names],
+            places=positions_BN.reshape(-1) if self.rotations_stay else torch.arange(positions_BN.numel()),
             seen=[torch.from_numpy(np.ascontiguousarray(seen[self.windows.get(kind)])) for kind in self.kind_names],
             start=cache.start,
-            keys=[keys for keys, _ in held],
-            values=[values for _, values in held],
+            held=self._held(cache, stream_BND, end),
         )
         logits_BNV, features, _ = self.decoder(stream_BND, attended, taps, logits=logits)
         return logits_BNV, features
@@ -134,24 +150,39 @@ class NativeTreeModel(LeanTreeModel):
             cache.seen += len(part)
         return torch.cat(features) if features else torch.empty(0)
 
-    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [M, E] in float32, rounded as the model rounds them."""
-        if not self.rotations_stay:
-            cos, sin = self._rope(like, positions_BN, kind)
-            return cos.float().contiguous(), sin.float().contiguous()
-        positions_M = positions_BN.reshape(-1)
-        longest = int(positions_M.max()) + 1
-        if kind not in self._tables or longest > len(self._tables[kind][0]):
-            positions_1P = torch.arange(max(2 * longest, 512))[None]
-            cos, sin = self._rope(like, positions_1P, kind)
-            self._tables[kind] = cos[0, :, 0].float().contiguous(), sin[0, :, 0].float().contiguous()
-        cos_PE, sin_PE = self._tables[kind]
-        return cos_PE.index_select(0, positions_M), sin_PE.index_select(0, positions_M)
+    def _held(self, cache: TreeCache, like: Tensor, end: int) -> Held:
+        """Where keys and values are, with room for `end` slots."""
+        if cache.beside is None or end > cache.beside.room:
+            rooms = [cache.room(i, like, self.groups, self.head_size, end) for i in range(len(self.blocks))]
+            cache.beside = Held([keys for keys, _ in rooms], [values for _, values in rooms])
+        held: Held = cache.beside
+        return held
+
+    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [P, E] in float32, rounded as the model rounds them, of all positions below `end`; where
+        rotations depend on the length of the text, of these positions alone."""
+        if self.rotations_stay:
+            if kind not in self._tables or end > len(self._tables[kind][0]):
+                self._tables[kind] = self._rotated(kind, like, torch.arange(max(2 * end, 512))[None])
+            return self._tables[kind]
+        return self._rotated(kind, like, positions_BN)
+
+    def _rotated(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(like, positions_BN, kind)
+        return cos.flatten(0, 2).float().contiguous(), sin.flatten(0, 2).float().contiguous()
 
 
-def _layer(layer: Any, block: Block, kinds: list[str]) -> DecoderLayer:
-    """transformers' weights of a layer, as the kernels take them."""
+def _size(layer: Any) -> tuple[int, int, int]:
+    """Heads, key-value heads and head size of a layer."""
+    attention = layer.self_attn
+    size = int(attention.head_dim)
+    return attention.q_proj.out_features // size, attention.k_proj.out_features // size, size
+
+
+def _layer(layer: Any, read: Block | StreamedBlock, kinds: list[str]) -> DecoderLayer:
+    """transformers' weights of a layer that is in memory, as the kernels take them."""
     attention, mlp = layer.self_attn, layer.mlp
+    block = read if isinstance(read, Block) else read.make()
     query_norm, key_norm = [norm.weight for norm in block.qk_norms] or [None, None]
     return DecoderLayer(
         before_mixer=block.before_mixer.weight,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outrider.cache.attention import AttentionLayer
 from outrider.models.feature_head import FeatureHead, rotary
-from outrider.native.decoder import Attended, Decoder, DecoderLayer
+from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
 from outrider.native.library import Unavailable
 
 
@@ -71,13 +71,12 @@ class NativeHead:
         longest = int(positions_M.max()) + 1
         if longest > len(self._table[0]):
             self._table = self._rotations(2 * longest)
-        index_M = torch.from_numpy(positions_M)
         attended = Attended(
-            rotations=[(self._table[0].index_select(0, index_M), self._table[1].index_select(0, index_M))],
+            rotations=[self._table],
+            places=torch.from_numpy(positions_M),
             seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
             start=end - seen_BNS.shape[1],
-            keys=[keys[:, :, first:]],
-            values=[values[:, :, first:]],
+            held=Held([keys[:, :, first:]], [values[:, :, first:]]),
         )
         outputs_BND = self.decoder(joined_BND, attended, hidden=True, beside_BND=beside_BND)[2]
         assert outputs_BND is not None

@@ -1,6 +1,6 @@
 """Linear layers, and RMS norms, over few rows on a CPU: by compiled kernels, or with weights laid out once for oneDNN.
 
-The kernels read weights as they lie (`native/linear.py`), so nothing is copied. Without a compiler, bf16 weights are packed:
+The kernels lay weights out when they are first used (`native/linear.py`). Without a compiler, bf16 weights are packed:
 `torch.nn.functional.linear` reorders a bf16 weight on every call, which costs as much as the product itself when few rows
 are multiplied. oneDNN can keep the reordered weight; torch offers that only through private operators, so they are used
 here and nowhere else, after a check that they exist and give the very same numbers. Weights that are mapped from a file are given
@@ -40,7 +40,7 @@ class Packed:
             self._add({layer: _Passing(layer) for layer in linears})
         else:
             norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm) and type(m) in NORMS]
-            self._add({layer: row_product([layer.weight], [layer.bias]) for layer in linears})
+            self._add({layer: row_product([layer.weight], [layer.bias], laid=True) for layer in linears})
             self._add({norm: row_norm(norm.weight, norm.eps) for norm in norms if norm.eps and norm.weight is not None})
             self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
         for layer, product in self.products.items():
@@ -157,7 +157,7 @@ Fast = RowProduct | RowNorm | _Reordered | _Passing
 class Product:
     """One product for several linear layers that read the same input, their outputs side by side.
 
-    Where compiled kernels multiply few rows all weights stay as and where they are. Else they are joined; on machines that gain
+    With compiled kernels weights are laid out when they are first used. Else they are joined; on machines that gain
     nothing from packing, the layers' own weights then become views of the joined one, so that nothing is held twice; not so
     with `passing`, for a product that is forgotten before the layers' weights are.
     """
@@ -168,7 +168,7 @@ class Product:
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
-        self.few = row_product(weights, [layer.bias for layer in layers])
+        self.few = row_product(weights, [layer.bias for layer in layers], laid=not passing)
         self.packed, self.apart = False, weights
         if self.few:
             return

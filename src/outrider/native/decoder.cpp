@@ -4,7 +4,7 @@
 // alone, in a chain, on a branch of a tree and beside other texts.
 //
 // Shapes: B rows, N nodes, M = B * N, D width, H query heads, G key-value heads, R = H / G, E head size, S slots, C slots there
-// is room for, F inner width. T is the type of weights, streams, keys and values: bf16 or float.
+// is room for, F inner width, P places. T is the type of weights, streams, keys and values: bf16 or float.
 
 #include "rows.h"
 
@@ -28,7 +28,8 @@ struct Model {
 struct Pass {
     int64_t batch, nodes, slots, room, start, threads, taps;
     void* stream;                     // [M, D] of T: embeddings; overwritten
-    const float *const *cos, *const *sin;  // by kind [M, E]; sines of the first half negated
+    const float *const *cos, *const *sin;  // by kind [P, E]; sines of the first half negated
+    const int64_t* places;            // [M]: the row of those that a node takes
     const uint8_t* const* seen;       // by kind [M, S]
     void *const *keys, *const *values;  // by layer [B, G, C, E] of T; nodes are written from slot `start` on
     const void* beside;               // [M, D] of T: joins the stream with the first layer's attention; null if nothing does
@@ -37,7 +38,7 @@ struct Pass {
 };
 
 enum { SILU, GELU_TANH };
-constexpr int64_t MOST_SIZE = 256, MOST_ROWS = 64, SLOTS = 64;
+constexpr int64_t MOST_SIZE = 256, SLOTS = 64;
 
 inline Floats activated(Floats x, int64_t kind) {
     if (kind == SILU) return silu(x);
@@ -147,7 +148,7 @@ class Run {
     // A head of a node, normed and rotated.
     void rotated(const float* x, const float* norm, int64_t kind, int64_t row, float* out) {
         const int64_t size = m.size, half = size / 2;
-        const float *cos = p.cos[kind] + row * size, *sin = p.sin[kind] + row * size;
+        const float *cos = p.cos[kind] + p.places[row] * size, *sin = p.sin[kind] + p.places[row] * size;
         float held[MOST_SIZE];
         if (norm) normed(x, norm, m.epsilon, size, held), x = held;
         for (int64_t e = 0; e < half; e++) out[e] = x[e] * cos[e] + x[e + half] * sin[e];
@@ -297,19 +298,17 @@ class Run {
     }
 
     void feed_forward(const Layer& layer) {
-        shared(m.inner, [&](int64_t o) {
-            alignas(64) float gate[MOST_ROWS][TILE];
-            const T *gates = static_cast<const T*>(layer.gate.weight) + o * m.width;
-            const T *ups = static_cast<const T*>(layer.up.weight) + o * m.width;
-            const Floats gate_shift = layer.gate.shift(o), up_shift = layer.up.shift(o);
+        shared(layer.gate.pieces(), [&](int64_t piece) {
+            alignas(64) float gate[MOST_ROWS][SIDE * TILE];
+            const int64_t start = layer.gate.output(piece * SIDE);
             for (int64_t first = 0; first < rows; first += MOST_ROWS) {
                 const int64_t some = std::min(MOST_ROWS, rows - first);
                 const T* x = normal + first * m.width;
-                product_tile<T>(gates, m.width, x, some, [&](int64_t row, Floats found) {
-                    store(gate[row], activated(found + gate_shift, m.activation));
+                product_piece(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                    store(gate[row] + o - start, activated(found + layer.gate.shift(o), m.activation));
                 });
-                product_tile<T>(ups, m.width, x, some, [&](int64_t row, Floats found) {
-                    store(inner + (first + row) * m.inner + o, load(gate[row]) * (found + up_shift));
+                product_piece(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                    store(inner + (first + row) * m.inner + o, load(gate[row] + o - start) * (found + layer.up.shift(o)));
                 });
             }
         });

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import library
-from outrider.native.linear import DTYPES, LinearStructure
+from outrider.native.linear import DTYPES
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 LEAST = 16  # inner width
@@ -48,7 +49,8 @@ class _Model(Structure):
 class _Pass(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps")),
-        *((name, c_void_p) for name in ("stream", "cos", "sin", "seen", "keys", "values", "beside", "tapped")),
+        *((name, c_void_p) for name in ("stream", "cos", "sin", "places", "seen")),
+        *((name, c_void_p) for name in ("keys", "values", "beside", "tapped")),
         *((name, c_void_p) for name in ("features", "hidden", "logits")),
     ]
 
@@ -77,28 +79,51 @@ class DecoderLayer:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
 
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """In the order in which a pass reads them."""
+        return self.query, self.key, self.value, self.mixed, self.gate, self.up, self.down
+
+
+class Held:
+    """Keys and values by layer, [B, G, C, E]; they may be parts of larger ones."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        assert len(keys) == len(values), "keys and values of every layer"
+        self.layers, self.room = len(keys), keys[0].stride(1) // keys[0].shape[3]
+        self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
+        self.keys, self.values = (ctypes.addressof(at) for at in self._at)
+
+    def layer(self, index: int) -> Held:
+        """Those of one layer."""
+        keys, values = self._tensors
+        return Held([keys[index]], [values[index]])
+
 
 @dataclass(frozen=True)
 class Attended:
     """What a pass attends to.
 
     Args:
-        rotations: by kind, cosines and sines [M, E] in float32, those of the first half negated.
+        rotations: by kind, cosines and sines [P, E] in float32, those of the first half negated.
+        places: which of them each node takes, int64 [M].
         seen: by kind, which slots a node sees, bool [M, S].
         start: slot of the first node; S is `start` + N.
-        keys, values: by layer, [B, G, C, E]; they may be parts of larger ones.
+        held: where keys and values are.
     """
 
     rotations: Sequence[tuple[Tensor, Tensor]]
+    places: Tensor
     seen: Sequence[Tensor]
     start: int
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    held: Held
 
 
 @dataclass
 class Decoder:
-    """Layers, the last norm and perhaps a vocabulary head. Weights are read where they lie; only norms and biases are copied.
+    """Layers, the last norm and perhaps a vocabulary head. Weights are laid out for the kernels once, here or where it came from.
+
+    Args:
+        lying: read weights as they lie instead.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -113,6 +138,8 @@ class Decoder:
     epsilon: float
     norm: Tensor
     unembed: nn.Linear | None = None
+    layouts: tuple[Layout, ...] = ()
+    lying: bool = False
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -127,6 +154,7 @@ class Decoder:
             raise ValueError(f"the kernels take inner widths of at least {LEAST}, not {first.gate.out_features}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"the kernels do not know the activation {self.activation!r}")
+        self._lay_out()
         self._layers = (_Layer * len(self.layers))(*(self._layer(layer) for layer in self.layers))
         self._model = _Model(
             first.query.weight.element_size(),
@@ -143,6 +171,19 @@ class Decoder:
             self._linear(self.unembed) if self.unembed else LinearStructure(),
         )
 
+    def _lay_out(self) -> None:
+        """Lay out those weights that are not laid out yet."""
+        linears = [linear for layer in self.layers for linear in layer.linears()] + [self.unembed] * bool(self.unembed)
+        weights = [linear.weight.detach() for linear in linears if linear is not None]
+        if any(weight.dtype is not self.dtype or not weight.is_contiguous() for weight in weights):
+            raise ValueError("the kernels want weights of one dtype, row after row")
+        new = [weight for weight in weights if not self._layout_of(weight).address(weight)]
+        if new and not self.lying:
+            self.layouts = (*self.layouts, Layout(new))
+
+    def _layout_of(self, weight: Tensor) -> Layout:
+        return next((layout for layout in self.layouts if layout.address(weight)), Layout([]))
+
     def changed(self, **parts: Any) -> Decoder:
         """The same decoder with other `layers`, another `unembed` ..."""
         return replace(self, **parts)
@@ -156,8 +197,7 @@ class Decoder:
             layer.query_norm,
             layer.key_norm,
         )
-        linears = (layer.query, layer.key, layer.value, layer.mixed, layer.gate, layer.up, layer.down)
-        return _Layer(*map(self._norm, norms), *map(self._linear, linears), layer.scale, layer.kind)
+        return _Layer(*map(self._norm, norms), *map(self._linear, layer.linears()), layer.scale, layer.kind)
 
     def _norm(self, weight: Tensor | None) -> int | None:
         if weight is None:
@@ -167,10 +207,8 @@ class Decoder:
 
     def _linear(self, linear: nn.Linear) -> LinearStructure:
         weight = linear.weight.detach()
-        if weight.dtype is not self.dtype or not weight.is_contiguous():
-            raise ValueError("the kernels want weights of one dtype, row after row")
         self._held.append(weight)
-        return LinearStructure(weight.data_ptr(), self._norm(linear.bias), linear.out_features)
+        return self._layout_of(weight).linear(weight, self._norm(linear.bias))
 
     def __call__(
         self,
@@ -193,23 +231,29 @@ class Decoder:
             MemoryError: where there is none left for the pass.
         """
         batch, nodes, width = stream_BND.shape
-        assert len(attended.keys) == len(attended.values) == len(self.layers), "keys and values of every layer"
+        held, places = attended.held, attended.places
+        assert held.layers == len(self.layers), "keys and values of every layer"
+        assert places.dtype is torch.int64 and places.is_contiguous()
         logits_BNV = stream_BND.new_empty(batch, nodes, self.unembed.out_features) if logits and self.unembed else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
-        keys, values = _pointers(attended.keys), _pointers(attended.values)
         cos, sin = (_pointers([pair[part] for pair in attended.rotations]) for part in (0, 1))
         seen, tapped = _pointers(attended.seen), (c_int64 * len(taps))(*taps)
         call = _Pass(
             batch,
             nodes,
             attended.start + nodes,
-            attended.keys[0].stride(1) // self.size,
+            held.room,
             attended.start,
             torch.get_num_threads(),
             len(taps),
             stream_BND.data_ptr(),
-            *(ctypes.addressof(part) for part in (cos, sin, seen, keys, values)),
+            ctypes.addressof(cos),
+            ctypes.addressof(sin),
+            places.data_ptr(),
+            ctypes.addressof(seen),
+            held.keys,
+            held.values,
             beside_BND.data_ptr() if beside_BND is not None else None,
             ctypes.addressof(tapped),
             *(part.data_ptr() if part is not None else None for part in (features, out_BND, logits_BNV)),

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.mixers.rules import DELTA
+from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import Unavailable, library
-from outrider.native.linear import DTYPES, FEW_ROWS, LinearStructure
+from outrider.native.linear import DTYPES, FEW_ROWS
 
 if TYPE_CHECKING:
     from outrider.cache.factor_states import LayerStates
@@ -42,7 +43,7 @@ class _Nodes(Structure):
 
 
 class DeltaKernel:
-    """A mixer. Its large weights are read where they lie; the small ones are copied.
+    """A mixer. Its large weights are laid out for the kernels; the small ones are copied.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -67,7 +68,8 @@ class DeltaKernel:
         weight_CW, shift = mixer.convolution()
         parts = (weight_CW.T, shift, mixer.dt_bias, -mixer.A_log.float().exp(), mixer.o_norm.weight)
         small = [part.detach().float().contiguous() for part in parts]
-        self._held = weights, small
+        layout = Layout(weight for weight in weights if weight is not None)
+        self._held = weights, small, layout
         self._mixer = _Delta(
             weights[0].element_size() if weights[0] is not None else 0,
             self.width,
@@ -78,7 +80,7 @@ class DeltaKernel:
             self.taps,
             mixer.o_norm.eps,
             mixer.beta_scale,
-            *(LinearStructure(None if w is None else w.data_ptr(), None, 0 if w is None else len(w)) for w in weights),
+            *(LinearStructure() if weight is None else layout.linear(weight) for weight in weights),
             *(part.data_ptr() if part.ndim else None for part in small),
         )
 

@@ -60,23 +60,6 @@ inline void set(bf16* p, float x) {
 template <int... I>
 inline Floats shuffled(Floats a, Floats b) { return __builtin_shufflevector(a, b, I...); }
 
-// Lane i of the result is the sum of a[i]'s lanes. All sums pair lanes alike, so their bits do not depend on i.
-inline Floats sums(const Floats* a) {
-    Floats b[8], c[4], d[2];
-    for (int i = 0; i < 8; i++)
-        b[i] = shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a[i], a[i + 8]) +
-               shuffled<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(a[i], a[i + 8]);
-    for (int i = 0; i < 4; i++)
-        c[i] = shuffled<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(b[i], b[i + 4]) +
-               shuffled<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(b[i], b[i + 4]);
-    for (int i = 0; i < 2; i++)
-        d[i] = shuffled<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(c[i], c[i + 2]) +
-               shuffled<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(c[i], c[i + 2]);
-    Floats e = shuffled<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(d[0], d[1]) +
-               shuffled<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(d[0], d[1]);
-    return shuffled<0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15>(e, e);
-}
-
 inline float total(Floats x) {
     float out = 0;
     for (int i = 0; i < LANES; i++) out += x[i];

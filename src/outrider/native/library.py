@@ -19,7 +19,17 @@ from pathlib import Path
 from outrider.machine import cpuinfo
 from outrider.paths import cache_dir
 
-SOURCES = ("decoder.cpp", "delta.cpp", "mixer.cpp", "products.cpp", "rows.h", "products.h", "lanes.h")
+SOURCES = (
+    "decoder.cpp",
+    "delta.cpp",
+    "mixer.cpp",
+    "products.cpp",
+    "sums.cpp",
+    "rows.h",
+    "products.h",
+    "steps.h",
+    "lanes.h",
+)
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 PATIENCE = 120.0  # seconds that a compiler may take
 
@@ -56,7 +66,10 @@ def _load() -> ctypes.CDLL | str:
         found[name].argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
-    found.outrider_product.restype = found.outrider_norm.restype = None
+    found.outrider_lay_out.argtypes = [number, at, number, number, at, number]
+    found.outrider_highest.argtypes = [number, at, number, number, at, at]
+    found.outrider_highest.restype = None
+    found.outrider_product.restype = found.outrider_norm.restype = found.outrider_lay_out.restype = None
     return found
 
 

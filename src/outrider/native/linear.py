@@ -1,4 +1,4 @@
-"""Linear layers and norms over a few rows by the kernels, which read weights as they lie.
+"""Linear layers and norms over rows by the kernels, which read weights as they lie, or laid out once.
 
 Shapes: M rows, K inputs, V outputs, D width.
 """
@@ -6,39 +6,35 @@ Shapes: M rows, K inputs, V outputs, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
+from outrider.native.layout import Layout, LinearStructure, fits
 from outrider.native.library import Unavailable, library
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW_ROWS = 32  # from here on torch's products are as fast or faster
 
 
-class LinearStructure(Structure):
-    """A weight [V, K], a bias [V] of float32 or null, and V."""
-
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64)]
-
-
 class RowProduct:
     """x times the weights of linear layers that read the same input, plus their biases, the outputs side by side.
 
-    Every output depends on its own row alone, bit for bit. Weights that are changed in place are followed; a layer that gets
-    another weight tensor is not.
+    Every output depends on its own row alone, bit for bit. Weights as they lie are followed when they are changed in place, and
+    take few rows; those that are laid out, when they are first used, are copies, and take any number of rows.
 
     Args:
         weights: [V, K] each.
         biases: of each, [V] or None.
+        laid: lay them out.
 
     Raises:
         Unavailable: without compiled kernels.
         ValueError: for weights that the kernels do not read.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], laid: bool = False) -> None:
         self._call = library().outrider_product
         weights = [weight.detach() for weight in weights]
         biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
@@ -49,21 +45,29 @@ class RowProduct:
             if not weight.is_contiguous() or weight.shape[1] != self.inputs:
                 raise ValueError("the kernels want weights of one width, row after row")
         self._held = weights, biases
-        parts = [
-            LinearStructure(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight))
-            for weight, bias in zip(weights, biases)
-        ]
-        self._parts = (LinearStructure * len(parts))(*parts)
-        self._at, self._count = byref(self._parts), len(parts)
         self._bytes, self.outs = weights[0].element_size(), sum(map(len, weights))
         self._most = FEW_ROWS * self.inputs
+        self._layout: Layout | None = None
+        self._is_to_be_laid = laid and all(map(fits, weights))
+        self._point()
+
+    def _point(self) -> None:
+        layout = self._layout or Layout([])
+        biases = [None if bias is None else bias.data_ptr() for bias in self._held[1]]
+        parts = [layout.linear(weight, bias) for weight, bias in zip(self._held[0], biases)]
+        self._parts = (LinearStructure * len(parts))(*parts)
+        self._at, self._count = byref(self._parts), len(parts)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether this is an input of few rows."""
-        return x.dtype is self.dtype and x.numel() <= self._most and x.shape[-1] == self.inputs
+        """Whether the kernels multiply this input."""
+        few = self._is_to_be_laid or self._layout is not None or x.numel() <= self._most
+        return x.dtype is self.dtype and few and x.shape[-1] == self.inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs [..., V] of an input [..., K] in the dtype of the weights."""
+        if self._is_to_be_laid:
+            self._layout, self._is_to_be_laid = Layout(self._held[0]), False
+            self._point()
         x = x.contiguous()
         shape = x.shape
         out = x.new_empty(*shape[:-1], self.outs)
@@ -74,10 +78,12 @@ class RowProduct:
         return out
 
 
-def row_product(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> RowProduct | None:
+def row_product(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, laid: bool = False
+) -> RowProduct | None:
     """The product by the kernels; None where they do not compute it."""
     try:
-        return RowProduct(weights, biases or [None] * len(weights))
+        return RowProduct(weights, biases or [None] * len(weights), laid)
     except (Unavailable, ValueError):
         return None
 

@@ -52,9 +52,9 @@ class Run {
             each(rows, [&](int64_t row) { convolve(row / count, row); });
             for (int64_t b = 0; b < p.batch; b++) {
                 const float* read = reads + b * count * m.state;
-                product(Linear{p.states + b * inner * m.state, nullptr, inner}, m.state, read, count,
+                product(Linear{p.states + b * inner * m.state, nullptr, inner, 0}, m.state, read, count,
                         mixed + b * count * inner, inner);
-                product(Linear{p.keys + b * p.room * m.state, nullptr, p.end}, m.state, read, count,
+                product(Linear{p.keys + b * p.room * m.state, nullptr, p.end, 0}, m.state, read, count,
                         matches + b * count * p.end, p.end);
             }
 #pragma omp barrier

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import library
-from outrider.native.linear import DTYPES, LinearStructure
+from outrider.native.linear import DTYPES
 
 if TYPE_CHECKING:
     from outrider.cache.factors import LayerFactors
@@ -39,7 +40,7 @@ class _Nodes(Structure):
 
 
 class MixerKernel:
-    """A mixer. Its large weights are read where they lie; the small ones are copied.
+    """A mixer. Its large weights are laid out for the kernels; the small ones are copied.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -57,7 +58,8 @@ class MixerKernel:
         convolution, shift = mixer.conv
         parts = (convolution, shift, mixer.dt_bias, mixer.A, mixer.D, mixer.norm.weight)
         small = [part.detach().float().contiguous() for part in parts]
-        self._held = weights, small
+        layout = Layout(weights)
+        self._held = weights, small, layout
         self._mixer = _Mixer(
             weights[0].element_size(),
             self.width,
@@ -66,7 +68,7 @@ class MixerKernel:
             mixer.state_size,
             len(convolution),
             mixer.norm.eps,
-            *(LinearStructure(weight.data_ptr(), None, len(weight)) for weight in weights),
+            *(layout.linear(weight) for weight in weights),
             *(part.data_ptr() for part in small),
         )
 

@@ -1,0 +1,145 @@
+// Sums of products, for every number of rows and tiles, and weights laid out for them.
+//
+// A unit is four bytes: one float of a row, or two bf16. Laid out, sixteen outputs lie side by side, one unit of their input each, so one
+// vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles of sixteen outputs
+// lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the stack, a part at a time.
+
+#include <utility>
+
+#include "products.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int MOST = 8;  // rows at once: with SIDE vectors as many sums as registers hold
+#else
+constexpr int MOST = 2;
+#endif
+constexpr int64_t BLOCK = 256;  // units that are laid out at a time
+
+// Adds products of R rows with C tiles to sums; asks for LINES lines of memory from `ahead` on in every step.
+template <class T, int R, int C, int LINES>
+void add(const T* w, int64_t inputs, const T* x, int64_t stride, const char* ahead, Floats* sums) {
+    typedef Step<T> S;
+    Floats sum[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = sums[r * C + c];
+    int64_t k = 0;
+    do {  // tested at its end, sums stay in registers
+        typename S::Vector weights[C];
+        for (int c = 0; c < C; c++) weights[c] = S::read(w + c * S::size);
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + i * LINE, 0, 2);
+        for (int r = 0; r < R; r++) {
+            const typename S::Vector at = S::spread(x + r * stride + k);
+            for (int c = 0; c < C; c++) sum[r][c] = S::add(sum[r][c], weights[c], at);
+        }
+        w += C * S::size, ahead += LINES * LINE, k += S::unit;
+    } while (k < inputs);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sums[r * C + c] = sum[r][c];
+}
+
+template <class T, int C, int LINES, int R = MOST>
+void add_rows(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, const char* ahead, Floats* sums) {
+    if constexpr (R > 1)
+        if (rows < R) return add_rows<T, C, LINES, R - 1>(w, inputs, x, stride, rows, ahead, sums);
+    add<T, R, C, LINES>(w, inputs, x, stride, ahead, sums);
+}
+
+// All rows, some at a time. While many are multiplied the weights that follow are asked for, if they lie in memory.
+template <class T, int C>
+void add_tiles(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Floats* sums) {
+    const int64_t chunks = (rows + MOST - 1) / MOST, size = C * TILE * inputs * int64_t(sizeof(T));
+    const char* ahead = reinterpret_cast<const char*>(w) + size;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const int64_t left = chunks - chunk, some = (rows + left - 1) / left;
+        const char* part = ahead + chunk * size / chunks;
+        if (!is_in_memory || chunks == 1) add_rows<T, C, 0>(w, inputs, x, stride, some, part, sums);
+        else if (chunks == 2) add_rows<T, C, 2>(w, inputs, x, stride, some, part, sums);
+        else add_rows<T, C, 1>(w, inputs, x, stride, some, part, sums);
+        rows -= some, x += some * stride, sums += some * C;
+    }
+}
+
+template <class T>
+void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Floats* sums) {
+    if (beside == 1) add_tiles<T, 1>(w, inputs, x, stride, rows, is_in_memory, sums);
+    else if (beside == 2) add_tiles<T, 2>(w, inputs, x, stride, rows, is_in_memory, sums);
+    else add_tiles<T, SIDE>(w, inputs, x, stride, rows, is_in_memory, sums);
+}
+
+// Exchanges blocks of D lanes between vectors that lie D apart.
+template <int D, int... L>
+inline void exchange(Floats* a, std::integer_sequence<int, L...>) {
+    for (int i = 0; i < TILE; i++) {
+        if (i & D) continue;
+        const Floats low = a[i], high = a[i + D];
+        a[i] = shuffled<(L & D ? L - D + TILE : L)...>(low, high);
+        a[i + D] = shuffled<(L & D ? L + TILE : L + D)...>(low, high);
+    }
+}
+
+// Sixteen vectors, of which the first comes to hold the first numbers of all.
+inline void transpose(Floats* a) {
+    const auto lanes = std::make_integer_sequence<int, TILE>{};
+    exchange<8>(a, lanes), exchange<4>(a, lanes), exchange<2>(a, lanes), exchange<1>(a, lanes);
+}
+
+// A tile: some bytes of its rows, of which `count` exist, unit by unit to vectors `beside` apart. Asks for what lies `ahead` bytes behind.
+void turn(const char* rows, int64_t stride, int64_t count, int64_t bytes, int64_t ahead, int64_t beside, char* out) {
+    for (int64_t at = 0; at < bytes; at += LINE) {
+        const int64_t some = std::min(LINE, bytes - at);
+        Floats lines[TILE];
+        for (int i = 0; i < TILE; i++) {
+            const char* line = rows + std::min<int64_t>(i, count - 1) * stride + at;
+            __builtin_prefetch(line + ahead, 0, 2);
+            if (some == LINE) memcpy(&lines[i], line, LINE);
+            else lines[i] = Floats{}, memcpy(&lines[i], line, some);
+        }
+        transpose(lines);
+        for (int64_t u = 0; u * 4 < some; u++) memcpy(out + (at / 4 + u) * beside * LINE, &lines[u], LINE);
+    }
+}
+
+template <class T>
+void add_lying(const Linear& m, int64_t first, int64_t beside, int64_t inputs, const T* x, int64_t rows, Floats* sums) {
+    constexpr int64_t unit = Step<T>::unit, size = sizeof(T);
+    alignas(64) char turned[BLOCK * SIDE * LINE];
+    const int64_t stride = inputs * size;
+    for (int64_t k = 0, some; k < inputs; k += some) {
+        const int64_t whole = std::min(BLOCK * unit, (inputs - k) / unit * unit);
+        some = whole ? whole : inputs - k;
+        for (int64_t c = 0; c < beside; c++)
+            turn(static_cast<const char*>(m.weight) + m.output(first + c) * stride + k * size, stride, m.some(), some * size,
+                 SIDE * TILE * stride, beside, turned + c * LINE);
+        const T* w = reinterpret_cast<const T*>(turned);
+        if (whole) {
+            add_piece(w, beside, whole, x + k, inputs, rows, false, sums);
+        } else {  // half a unit
+            T last[MOST_ROWS * unit] = {};
+            for (int64_t row = 0; row < rows; row++) last[row * unit] = x[row * inputs + k];
+            add_piece(w, beside, unit, last, unit, rows, false, sums);
+        }
+    }
+}
+
+}  // namespace
+
+template <class T>
+void piece_sums(const Linear& m, int64_t piece, int64_t inputs, const T* x, int64_t rows, Floats* sums) {
+    const int64_t first = piece * SIDE, beside = m.beside(piece);
+    std::fill(sums, sums + rows * beside, Floats{});
+    if (m.laid) add_piece(static_cast<const T*>(m.weight) + first * TILE * inputs, beside, inputs, x, inputs, rows, true, sums);
+    else add_lying(m, first, beside, inputs, x, rows, sums);
+}
+template void piece_sums(const Linear&, int64_t, int64_t, const float*, int64_t, Floats*);
+template void piece_sums(const Linear&, int64_t, int64_t, const bf16*, int64_t, Floats*);
+
+void lay_out(const Linear& m, int64_t stride, void* out) {
+    shared(m.pieces(), [&](int64_t piece) {
+        const int64_t beside = m.beside(piece);
+        for (int64_t c = 0; c < beside; c++)
+            turn(static_cast<const char*>(m.weight) + m.output(piece * SIDE + c) * stride, stride, TILE, stride, 0, beside,
+                 static_cast<char*>(out) + piece * SIDE * TILE * stride + c * LINE);
+    });
+}

@@ -12,6 +12,7 @@ from helpers import NEW, PROMPT, expected, lm
 from outrider.api import Engine
 from outrider.clocks import Clocks
 from outrider.counterfactual import Counterfactual
+from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import BUDGETS, learned_arms, make_controller
 from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -150,7 +151,10 @@ def test_drafters_that_believe_get_trees_that_grow_best_first_and_others_fixed_o
     drafter = lm("llama", 1)
     assert [arm.budget for arm in learned_arms(drafter)] == list(BUDGETS)
     assert not any(arm.budget for arm in learned_arms(NgramDrafter()))
-    assert not any(arm.budget for arm in learned_arms(MergedDrafter([NgramDrafter(), drafter])))
+    both = MergedDrafter([NgramDrafter(), drafter])
+    assert not any(arm.budget for arm in learned_arms(both))
+    assert not any(arm.budget for arm in learned_arms(CascadeDrafter([NgramDrafter(), both])))
+    assert all(arm.budget and arm.reach for arm in learned_arms(CascadeDrafter([NgramDrafter(), drafter])))
 
 
 def test_greedy_and_drawn_texts_are_learned_apart() -> None:

@@ -198,8 +198,11 @@ def learned_arms(drafter: Drafter) -> list[Shape]:
 
 
 def believes(drafter: Any) -> bool:
-    """Whether a drafter says of every node how probable it is, so that trees can grow best first."""
-    return not isinstance(drafter, MergedDrafter) and isinstance(parts(drafter)[-1], LMDrafter)
+    """Whether a drafter says of every node how probable it is, so that trees can grow best first; of a cascade, its last one."""
+    inner = getattr(drafter, "drafters", None)
+    if inner:
+        return not isinstance(drafter, MergedDrafter) and believes(inner[-1])
+    return isinstance(drafter, LMDrafter)
 
 
 def parts(drafter: Any) -> list[Any]:

@@ -116,12 +116,12 @@ def test_lookups_go_as_deep_as_the_match_is_long(match: int, depth: int) -> None
     assert plain.tree.drafted == 15
 
 
-def test_a_lookup_is_not_held_to_the_shape_and_not_told_of() -> None:
+def test_a_lookup_is_not_held_to_the_shape_and_told_as_such() -> None:
     made, hears = engine(cascade()), Listening("chain2~12")
     stats = made.generate(LOOPING, shape=hears, max_new_tokens=1 + NEW).stats
     looked, shaped = stats.shapes["ngram"], stats.shapes["chain2~12"]
     assert looked > 0 and looked + shaped + stats.shapes["off"] == stats.rounds
-    assert len(hears.heard) == stats.rounds - looked
+    assert len(hears.heard) == stats.rounds and sum(done.beyond for done in hears.heard) == looked
     held = Listening("chain2")
     stats = made.generate(LOOPING, shape=held, max_new_tokens=1 + NEW).stats
     assert "ngram" not in stats.shapes and len(held.heard) == stats.rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import time
 from collections import Counter
 from typing import Any
@@ -48,16 +49,17 @@ def test_when_drafts_begin_to_be_accepted_drafting_begins_within_thirty_rounds(s
     assert Counter(after[30:])["off"] < 0.2 * len(after[30:])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_deep_gives_way_to_wide_within_thirty_rounds(seed: int) -> None:
-    """Both phases pay, but not with the same shape: speed after 30 rounds is near that of the phase's own best shape."""
-    wide, seconds = (0.35, 0.3, 0.2), Seconds(node=0.004, level=0.25)
-    done = run((900, (0.93,)), (900, wide), seconds=seconds, seed=seed)
-    start = next(i for i, at in enumerate(done.positions) if at >= 900) + 30
-    mine = (done.tokens - done.positions[start]) / (done.total - done.seconds[start])
-    rest = [synthetic([(900, wide)], seed + 100)]
-    best = max(p.tokens / p.total for p in (play(Fixed(s), rest, seconds) for s in SHAPES))
-    assert mine > 0.93 * best
+def test_deep_gives_way_to_wide_within_thirty_rounds() -> None:
+    """Both phases pay, but not with the same shape: speed after 30 rounds is that of the phase's own best shape."""
+    wide, seconds, shares = (0.35, 0.3, 0.2), Seconds(node=0.004, level=0.25), list[float]()
+    for seed in range(6):
+        done = run((900, (0.93,)), (900, wide), seconds=seconds, seed=seed)
+        start = next(i for i, at in enumerate(done.positions) if at >= 900) + 30
+        mine = (done.tokens - done.positions[start]) / (done.total - done.seconds[start])
+        rest = [synthetic([(900, wide)], seed + 100)]
+        best = max(p.tokens / p.total for p in (play(Fixed(s), rest, seconds) for s in SHAPES))
+        shares.append(mine / best)
+    assert statistics.fmean(shares) > 0.97 and min(shares) > 0.8
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,9 @@ def test_one_stall_of_the_machine_changes_nothing() -> None:
 def test_it_takes_batches() -> None:
     """Speculation pays for one row; for eight, each further node costs as much as eight."""
     chosen = _batches([(300, 1), (300, 8)])
-    assert Counter(chosen[:300])["off"] < 30
+    assert Counter(chosen[:300])["off"] < 45, (
+        "a tenth is gained: plain rounds, which cost little, are compared with now and then"
+    )
     late = Counter(chosen[-200:])
     assert late["off"] + late["chain1"] > 185
 
@@ -153,13 +157,97 @@ def _batches(phases: list[tuple[int, int]]) -> list[str]:
             shape = controller.choose()
             walks = [played(shape, texts[8 * len(chosen) + row]) for row in range(rows)]
             chosen.append(shape.name)
-            controller.reward(Round(shape, walks, 0.1 * shape.depth, 0.3 + 0.1 * rows * (1 + shape.nodes)))
+            controller.reward(Round(shape, walks, 0.1 * shape.depth, 0.3 + 0.06 * rows * (1 + shape.nodes)))
     return chosen
 
 
-def test_a_best_first_shape_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="best12x6 grows otherwise"):
-        Counterfactual([parse_shape("best12")])
+# -- trees that grow best first ----------------------------------------------------------------------------------------
+
+WORTH = (0.66, 0.4, 0.27, 0.2, 0.15, 0.12, 0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.05, 0.04, 0.04)  # of the i-th best node
+BUDGETS = [parse_shape(f"best{nodes}x8") for nodes in (1, 3, 7, 11, 15)]
+
+
+def grown(controller: Counterfactual, seconds: Any, rounds: int, seed: int, draft: float = 0.4) -> Counter[str]:
+    """Shapes of the last half of rounds in which the i-th best node is kept with chance WORTH[i]; a pass over n nodes takes
+    `seconds(n)`, drafting `draft`."""
+    chance, shapes = random.Random(seed), Counter[str]()
+    for number in range(rounds):
+        shape = controller.choose()
+        kept = [chance.random() < worth for worth in WORTH[: shape.nodes]]
+        beliefs = [(1.0 / (place + 2), right) for place, right in enumerate(kept)]
+        row = Walked((0,) * sum(kept), 1, False, shape.nodes, True, 4, False, 8, beliefs)
+        controller.reward(Round(shape, [row], draft if shape.depth else 0.0, seconds(shape.nodes)))
+        shapes[shape.name] += number >= rounds // 2
+    return +shapes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_is_as_large_as_the_step_of_a_pass_that_pays(seed: int) -> None:
+    """Where the ninth row costs half a pass, trees end at seven nodes; where rows cost the same, they go on."""
+    steps = grown(Counterfactual(BUDGETS), lambda nodes: 1.0 + 0.01 * nodes + 0.5 * (nodes // 8), 300, seed)
+    assert steps["best7x8"] > 0.8 * steps.total()
+    even = grown(Counterfactual(BUDGETS), lambda nodes: 1.0 + 0.01 * nodes, 300, seed)
+    assert even["best11x8"] + even["best15x8"] > 0.8 * even.total()
+    dear = grown(Counterfactual(BUDGETS), lambda nodes: 1.0 + 0.15 * nodes, 300, seed, 0.1)
+    assert dear["best3x8"] + dear["best1x8"] > 0.8 * dear.total()
+
+
+def test_lookups_go_as_deep_as_the_step_of_a_pass_that_pays() -> None:
+    """Lookups fill in between drafts, always 15 deep if they may: what of them is kept says how deep it pays to go."""
+
+    def reach(lasting: float) -> int:
+        controller, chance = Counterfactual([shape.adapting(0.05, 15) for shape in BUDGETS]), random.Random(0)
+        for number in range(200):
+            shape = controller.choose()
+            if number % 2 and shape.depth:
+                kept = 0
+                while kept < shape.reach and chance.random() < lasting:
+                    kept += 1
+                row = Walked((0,) * kept, kept < shape.reach, False, shape.reach, True, beyond=True)
+            else:
+                row = Walked((0,), 1, False, shape.nodes, True, 2, True, 4, [(0.5, True)] * min(shape.nodes, 1))
+            time = 1.0 + 0.01 * row.drafted + 0.5 * (row.drafted // 8)
+            controller.reward(Round(shape, [row], 0.0 if row.beyond else 0.2, time))
+        return controller.choose().reach
+
+    assert reach(0.99) == 15
+    assert reach(0.85) == 7
+    assert reach(0.1) == 3
+
+
+def test_the_purse_bounds_what_drafting_loses_whatever_is_believed() -> None:
+    """Drafts that take ten passes each, and a prior that praises them: after the first few there are none."""
+    controller = Counterfactual(BUDGETS)
+    lost = 0.0
+    for _ in range(600):
+        shape = controller.choose()
+        lost += 10.0 * bool(shape.depth)
+        row = Walked((), 1, False, shape.nodes, True, 4, False, 8, [(0.9, False)] * shape.nodes)
+        controller.reward(Round(shape, [row], 10.0 if shape.depth else 0.0, 1.0))
+    assert 10.0 <= lost <= 20.0, "one trial, and one more once it is saved for"
+
+
+def test_trials_of_a_hopeless_drafter_come_the_rarer_the_dearer_they_are() -> None:
+    def trials(cost: float) -> int:
+        controller, found = Counterfactual(BUDGETS), 0
+        for _ in range(1000):
+            shape = controller.choose()
+            found += bool(shape.depth)
+            row = Walked((), 1, False, shape.nodes, True, 1, True, 1, [(0.9, False)] * shape.nodes)
+            controller.reward(Round(shape, [row], cost if shape.depth else 0.0, 1.0))
+        return found
+
+    cheap, dear = trials(0.2), trials(2.0)
+    assert dear <= 8 < 20 <= cheap
+    assert 0.2 * cheap < 16.0 and 2.0 * dear < 18.0, "both lose a share of the time"
+
+
+def test_plain_rounds_are_timed_again_while_drafting_pays() -> None:
+    """The less drafting gains, the more often it is compared; where it gains much, hardly ever."""
+    seldom = play(Counterfactual(SHAPES), [synthetic([(2000, (0.95,))])], Seconds(level=0.02))
+    often = play(Counterfactual(SHAPES), [synthetic([(2000, (0.4,))])], Seconds(level=0.2))
+    assert Counter(seldom.shapes)["off"] < 0.02 * len(seldom.shapes)
+    assert 0.03 * len(often.shapes) < Counter(often.shapes)["off"]
 
 
 def test_weights_stay_finite_over_a_long_run() -> None:

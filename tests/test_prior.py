@@ -79,7 +79,7 @@ def test_a_prior_weighs_as_much_as_a_few_rounds_however_long_it_was_measured() -
     controller.reward(Round(OFF, [Walked((), 0, False, 0, True)], verify=2.0))
     assert controller.clocks.asked <= 1.01 * TRUST * controller.clocks.unit
     assert controller.clocks.plain == pytest.approx(2.0)
-    level = controller.clocks.prices()[2]
+    level = controller.clocks.drafting()[0]
     assert level == pytest.approx(0.05 * 2.0, rel=0.3), "a level takes the share of a plain pass that it took there"
 
 
@@ -137,4 +137,4 @@ def test_every_prior_that_is_shipped_can_be_believed(tmp_path: Path) -> None:
     for file in files:
         shutil.copy(file, tmp_path / PRIOR)
         for known in read_priors(tmp_path).values():
-            assert believing(known).chances[0][0] > 0.3
+            assert believing(known).knowledge.nodes.chances()[0][1] > 0.3

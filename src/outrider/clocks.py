@@ -2,33 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from outrider.cost import Fit
 from outrider.rounds import Round
-from outrider.tree import Shape
 
 LARGEST_UNIT = 1e9
-OWN, ODD = 4.0, 1.5  # rounds before a shape's own clock counts as much as what is expected, and how far off one may be
-Prices = tuple[float, float, float, float]
+TOGETHER = 8  # rows that kernels and matrix units take together: one more begins another group of them
+GROUPS = 8  # wider passes count as the last group
+NODE, NODE_TRUST = (
+    0.01,
+    0.1,
+)  # a row more within a group, as a share of a plain pass, and the squared rows that this is worth
+STEP = 0.1  # of another group, as a share of a plain pass, before any was seen
+TOLD = 0.05  # weight of a pass that tells of the slope among those before
+PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
+SLOW_START = 0.25  # weight of the very first rounds of a process
+
+
+class Passes:
+    """Seconds of a pass by its rows: every group of eight has a mean of its own, all groups share a slope.
+
+    On most machines a pass gets dearer in steps: eight rows cost little more than one, and the ninth costs a share of a pass.
+    """
+
+    def __init__(self) -> None:
+        self.weight, self.rows, self.total = ([0.0] * GROUPS for _ in range(3))
+        self.spread = self.rise = (
+            0.0  # of rows, and of rows and seconds together, within groups: means over the passes that tell
+        )
+
+    def see(self, rows: int, seconds: float, weight: float) -> None:
+        """Count a pass; one that took far longer than expected saw other processes, and counts as far as `Fit.CLIP` allows."""
+        group = _group(rows)
+        if known := self.weight[group]:
+            seconds = min(seconds, Fit.CLIP * self.total[group] / known)
+            aside = rows - self.rows[group] / known
+            told = TOLD * min(aside * aside, 1.0)  # passes over as many rows as ever tell nothing of the slope
+            self.spread += told * (aside * aside - self.spread)
+            self.rise += told * (aside * (seconds - self.total[group] / known) - self.rise)
+        self.weight[group] += weight
+        self.rows[group] += weight * rows
+        self.total[group] += weight * seconds
+
+    def curve(self, plain: float, unit: float) -> Callable[[int], float]:
+        """Seconds of a pass over so many rows.
+
+        Args:
+            plain: seconds of a plain pass.
+            unit: weight of one observation of now.
+        """
+        slope, seen = self.slope(plain), [g for g in range(GROUPS) if self.weight[g] > 0.5 * unit]
+        step = STEP * plain
+        if len(seen) > 1:  # as between the groups that were seen
+            (x0, y0), (x1, y1) = (self._mean(g) for g in (seen[0], seen[-1]))
+            step = max(0.0, (y1 - y0 - slope * (x1 - x0)) / (seen[-1] - seen[0]))
+        starts, near = (
+            list[tuple[float, float]](),
+            (1.0, plain),
+        )  # of each group: rows and seconds of a point on its line
+        for group in range(GROUPS):
+            if group in seen:
+                near = self._mean(group)
+            elif group:  # what is not next to any that was seen is not to be tried yet
+                near = near[0], near[1] + (step if group == 1 or group - 1 in seen else max(step, plain))
+            starts.append(near)
+
+        def seconds(rows: int) -> float:
+            x, y = starts[_group(rows)]
+            return max(y + slope * (rows - x), plain)
+
+        return seconds
+
+    def _mean(self, group: int) -> tuple[float, float]:
+        return self.rows[group] / self.weight[group], self.total[group] / self.weight[group]
+
+    def slope(self, plain: float) -> float:
+        """Seconds of a further row within a group."""
+        return max(0.0, (self.rise + NODE_TRUST * NODE * plain) / (self.spread + NODE_TRUST))
+
+    def sums(self) -> list[float]:
+        """What is remembered of groups."""
+        return [*self.weight, *self.rows, *self.total]
+
+    def restore(self, sums: Sequence[float]) -> None:
+        """Remember what `sums` gave."""
+        self.weight, self.rows, self.total = (list(sums[GROUPS * i : GROUPS * (i + 1)]) for i in range(3))
+
+    def scale(self, factor: float) -> None:
+        """Let all that was seen weigh `factor` times as much."""
+        self.restore([value * factor for value in self.sums()])
+
+
+def _group(rows: int) -> int:
+    return min((rows - 1) // TOGETHER, GROUPS - 1)
 
 
 class Clocks:
-    """Seconds of rounds by shape, as far as measured, and by nodes and levels, where not.
+    """Seconds of plain rounds, of passes over trees, and of drafting.
 
     Args:
         discount: weight that a round keeps with every later one.
     """
 
-    SIZES: ClassVar = {"rounds": 4, "passes": 6, "drafts": 6}  # of the lists of `state`
+    SIZES: ClassVar = {"rounds": 4, "passes": 3 * GROUPS, "drafts": 6}  # of the lists of `state`
 
     def __init__(self, discount: float = 0.98) -> None:
         self.discount, self.unit = discount, 1.0  # the newest round weighs one unit
         self.total = self.weight = 0.0  # of plain passes
-        self.passes, self.drafts = Fit(0.02), Fit(0.05)
+        self.passes, self.drafts = Passes(), Fit(0.05)
         self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
         self.believed: tuple[dict[str, list[float]], float] | None = None  # what was measured elsewhere, and its worth
-        self.own: dict[str, list[float]] = {}  # rounds of a shape, and their seconds over those expected
 
     @property
     def plain(self) -> float:
@@ -40,26 +125,21 @@ class Clocks:
         self._age()
         rest = done.verify + done.commit
         if not done.drafted:
-            weight = self.unit if self.weight else 0.25 * self.unit  # the first passes of a process are slow
+            weight = self.unit if self.weight else SLOW_START * self.unit
             self.total += weight * (min(rest, Fit.CLIP * self.plain) if self.weight else rest)
             self.weight += weight
-            self._scale_beliefs()
+            if self.believed is not None:
+                self._scale_beliefs()
         if not done.shape.depth:
             return
-        levels = done.levels
-        further = max(done.fed - levels, 0)
-        self.asked += self.unit
-        self.drafts.see(levels, further, done.draft, self.unit)
-        if not done.drafted:
+        if not done.beyond:
+            levels = done.levels
+            self.asked += self.unit
+            self.drafts.see(levels + PROPOSAL, max(done.fed - levels, 0), done.draft, self.unit)
+        if done.drafted:
+            self.passes.see(len(done.rows) + done.drafted, rest, self.unit)
+        elif not done.beyond:
             self.empty += self.unit
-            return
-        self.passes.see(1.0, done.drafted, rest, self.unit)
-        a, b = self.passes.solve(self.unit)
-        level, node = self.drafts.solve(self.unit)
-        own = self.own.setdefault(done.shape.name, [0.0, 0.0])
-        expected = a + b * done.drafted + level * levels + node * further
-        own[0] += self.unit
-        own[1] += self.unit * min(max(done.seconds / expected, 1 / ODD), ODD)
 
     def _age(self) -> None:
         """Let earlier rounds fade, by making a new one weigh more."""
@@ -76,44 +156,35 @@ class Clocks:
         self.empty *= factor
         self.passes.scale(factor)
         self.drafts.scale(factor)
-        self.own = {name: [rounds * factor, ratio * factor] for name, (rounds, ratio) in self.own.items()}
 
-    def prices(self) -> Prices:
-        """Seconds of a round that asks for drafts, and more for each node verified, level drafted, and further node fed."""
-        plain = self.plain
-        a, b = self.passes.solve(self.unit) if self.passes.count else (plain, plain * self.passes.share)
-        empty = self.empty / self.asked if self.asked else 0.0
-        return empty * plain + (1.0 - empty) * a, b, *self.drafts.solve(self.unit)
+    def verify(self, rows: int) -> Callable[[int], float]:
+        """Seconds of a pass over trees of so many drafted nodes in each of the rows, where some rounds get none."""
+        plain, empty = self.plain, self.empty / self.asked if self.asked else 0.0
+        passes = self.passes.curve(plain, self.unit)
+        return lambda nodes: empty * plain + (1.0 - empty) * passes(rows * (1 + nodes))
 
-    def seconds(self, shape: Shape, nodes: float, levels: float, rows: int, prices: Prices) -> float:
-        """Of a round.
+    def draft(self, levels: float, further: float) -> float:
+        """Seconds of drafting so many levels, with so many nodes and tokens fed beyond one a level."""
+        level, node = self.drafting()
+        return level * (levels + PROPOSAL) + node * further
 
-        Args:
-            nodes: drafted in each row, on average.
-            levels: drafted, on average.
-            rows: number of rows.
-            prices: what `prices` says.
-        """
-        base, node, level, further = prices
-        fed = shape.feeds * levels / shape.depth if shape.depth else 0.0
-        expected = base + node * rows * nodes + level * levels + further * (rows * fed - levels)
-        if shape.name not in self.own:
-            return expected
-        rounds, ratio = self.own[shape.name]
-        lean = OWN * self.unit
-        return expected * (lean + ratio) / (lean + rounds)
+    def drafting(self) -> tuple[float, float]:
+        """Seconds of a level, and of a further node that is fed."""
+        return self.drafts.solve(self.unit)
 
     # -- what outlives a process -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[float]]:
-        """What was measured, as plain data; shapes' own clocks are left out."""
+        """What was measured, as plain data."""
         factor = 1.0 / self.unit
-        fits = {name: [value * factor for value in fit.sums()] for name, fit in self._fits().items()}
+        parts = {name: [value * factor for value in part.sums()] for name, part in self._parts().items()}
         rounds = [self.total, self.weight, self.asked, self.empty]
-        return {"rounds": [value * factor for value in rounds], **fits}
+        return {"rounds": [value * factor for value in rounds], **parts}
 
     def believe(self, times: dict[str, list[float]], rounds: float) -> None:
-        """Take times of elsewhere for so many rounds of here, in plain passes; they count from the first plain pass on.
+        """Take drafting times of elsewhere for so many rounds of here, in plain passes; they count from the first plain pass on.
+
+        Passes over trees are not believed: their steps are those of a machine, and a round or two tell them.
 
         Args:
             times: what `state` gave there.
@@ -122,23 +193,21 @@ class Clocks:
 
     def _scale_beliefs(self) -> None:
         """Translate what is believed to this machine, now that a plain pass is timed."""
-        if self.believed is None:
-            return
+        assert self.believed is not None
         times, worth = self.believed
         self.believed = None
         total, weight, asked, empty = times["rounds"]
         seconds = self.plain * weight / total if total else 1.0
         factor = min(1.0, worth / max(asked, 1.0)) * self.unit
         self.asked, self.empty = asked * factor, empty * factor
-        for name, fit in self._fits().items():
-            counts, sums = times[name][:4], times[name][4:]
-            fit.restore([*(value * factor for value in counts), *(value * factor * seconds for value in sums)])
+        counts, sums = times["drafts"][:4], times["drafts"][4:]
+        self.drafts.restore([*(value * factor for value in counts), *(value * factor * seconds for value in sums)])
 
-    def restore(self, rounds: list[float], **fits: list[float]) -> None:
+    def restore(self, rounds: list[float], **parts: list[float]) -> None:
         """Go on from what `state` gave."""
         self.total, self.weight, self.asked, self.empty = rounds
-        for name, fit in self._fits().items():
-            fit.restore(fits[name])
+        for name, part in self._parts().items():
+            part.restore(parts[name])
 
-    def _fits(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, Any]:
         return {"passes": self.passes, "drafts": self.drafts}

@@ -15,41 +15,37 @@ from outrider.tree import OFF, Shape, from_paths, uniform
 
 DEPTHS, RANKS = 16, 4  # deeper levels count as the last one; children of higher rank count as never right
 BELIEF = (0.6, 0.3, 0.2, 0.15)  # before anything was seen: chance of a child, given that those before it are wrong
-BELIEF_WEIGHT, POOL_WEIGHT = 2.0, 3.0
+LEAN = 3.0  # tries that this is worth, and that the level above is
 
 
 class Acceptance:
     """Chance that the target's token is a node's child of rank r, given that it is none of the children before.
 
     Walks that ended before a rank or a level could be tried say nothing about it (Kaplan and Meier's estimate). A level that was
-    seen little leans on all levels together. Observations have weights, so that later ones can count more.
+    seen little leans on the one above it. Observations have weights, so that later ones can count more.
     """
 
     def __init__(self) -> None:
         self.tries = [[0.0] * RANKS for _ in range(DEPTHS)]
         self.hits = [[0.0] * RANKS for _ in range(DEPTHS)]
-        self.all_tries = [BELIEF_WEIGHT] * RANKS
-        self.all_hits = [BELIEF_WEIGHT * chance for chance in BELIEF]
 
     def see(self, row: Walked, weight: float = 1.0) -> None:
-        """Count a walk. Where the drafter had no further child to offer, that counts as one that was wrong."""
+        """Count a walk. Where the drafter had no further child to offer, all that might have been asked for count as wrong."""
         depth = -1
         for depth, rank in enumerate(row.ranks):
             self._count(min(depth, DEPTHS - 1), min(rank + 1, RANKS), weight)
             if rank < RANKS:
                 self.hits[min(depth, DEPTHS - 1)][rank] += weight
-                self.all_hits[rank] += weight
-        self._count(min(depth + 1, DEPTHS - 1), min(row.width + row.ended, RANKS), weight)
+        self._count(min(depth + 1, DEPTHS - 1), RANKS if row.ended else min(row.width, RANKS), weight)
 
     def _count(self, depth: int, tried: int, weight: float) -> None:
         tries = self.tries[depth]
         for rank in range(tried):
             tries[rank] += weight
-            self.all_tries[rank] += weight
 
     def scale(self, factor: float) -> None:
         """Let all that was seen weigh `factor` times as much."""
-        for table in (*self.tries, *self.hits, self.all_tries, self.all_hits):
+        for table in (*self.tries, *self.hits):
             table[:] = [value * factor for value in table]
 
     def chances(self, unit: float = 1.0) -> list[list[float]]:
@@ -58,15 +54,18 @@ class Acceptance:
         Args:
             unit: weight of one observation of now.
         """
-        pooled = [hits / tries for hits, tries in zip(self.all_hits, self.all_tries)]
-        lean = POOL_WEIGHT * unit
-        table = []
+        lean, above, table = LEAN * unit, list(BELIEF), []
         for hits, tries in zip(self.hits, self.tries):
-            left, row = 1.0, []
-            for hit, tried, common in zip(hits, tries, pooled):
-                chance = left * (hit + lean * common) / (tried + lean)
-                row.append(chance)
-                left -= chance
+            left, ratio, row, own = 1.0, 1.0, list[float](), list[float]()
+            for hit, tried, before in zip(hits, tries, above):
+                chance = (hit + lean * ratio * before) / (tried + lean)
+                ratio = (
+                    min(chance / before, 1.0) if before else 0.0
+                )  # where the first children are bad, so are the next ones
+                own.append(chance)
+                row.append(left * chance)
+                left -= row[-1]
+            above = own
             table.append(row)
         return table
 

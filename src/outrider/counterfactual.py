@@ -1,202 +1,236 @@
 """A controller that learns about every shape from every round, whichever was drafted.
 
-One verified tree tells what each smaller shape inside it would have emitted, and acceptance by depth and rank what larger ones
-may expect; clocks of a few shapes tell, by nodes and levels, what every other would take. So shapes need not be tried in turn:
-the fastest by these estimates is drafted, and only what the rounds so far cannot tell is explored, within a share of the time.
-Where a drafter's branches and levels end within a round follows from the same rounds (`stopping.py`).
+A verified tree tells which children the target would have taken, by depth and rank (`cost.py`) or by the drafter's belief in them
+(`worth.py`): so it tells of every smaller shape inside it and, as far as levels are alike, of larger ones. Clocks tell by rows
+and levels what every shape would take. The fastest by these estimates is drafted; where its branches and levels end within a
+round follows from the same rounds (`stopping.py`).
+
+What drafting may lose is bounded by a purse. It holds a share of the time and what drafting gained; every round that took longer
+than its tokens would have taken plainly is paid from it. When it is empty drafting ends, and only when it can pay for what a
+trial is expected to lose there is one: cheap trials come often, dear ones rarely.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.clocks import LARGEST_UNIT, Clocks
-from outrider.cost import Fit, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.cost import Fit, fastest_tree, tails
 from outrider.knowledge import Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
-from outrider.stopping import Stops, levels_behind, levels_of, stops
+from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
+from outrider.worth import totals
 
-REFRESH, SOON = 32, 8  # rounds between updates of what unseen parts of trees may bring; after a new shape was tried
-REGROW = 256  # rounds between searches for a better tree
+SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
+REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
+REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
-BELIEVED = 2.0  # rounds that a shape's first estimate is worth
 TRUST = 16.0  # rounds that a prior is worth
-BETTER = 1.03  # a new tree takes the place of the one before when it promises to be faster by this factor
-OPTIMISM, ENOUGH = 0.5, 20.0  # of a shape of which one round is known; rounds after which a shape is known well enough
-CHEAP = 0.05  # trials that cost less than this share of a round are as good as one that does
-PURSE = 10.0  # most that exploring may have saved up, in plain rounds
-FORGET = 0.15  # weight left to rounds before a change of the text
+START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain rounds
+CHECK = 0.005  # share of the speed that plain rounds may cost while drafting pays: they tell what it is compared with
+LEAST_PRICE = 0.2  # of a trial, as a share of what it loses when nothing is right
+FORGET = 0.03  # weight left to rounds before a change of the text
 SLACK, ALARM, CLIP, LEAST_SPREAD = 0.5, 6.0, 3.0, 0.4  # of the two-sided cumulative sum that notices such a change
 
 
-class _Arm:
-    """A shape and what is thought of it. Sums are weighted; the newest round weighs one unit of the controller."""
+@dataclass(frozen=True)
+class Rating:
+    """What a shape is expected to bring and take in a round of each row.
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.weight = self.emitted = self.nodes = self.levels = 0.0
-        self.hoped = 0.0  # tokens expected where rounds did not tell what this shape would have met,
-        self.open: dict[tuple[int, int, int], float] = {}  # and where that was: (node, its depth, children known wrong)
-        self.known = 0.0  # rounds in which it is certain what this shape would have emitted
-        self.tails: list[float] = []
-        self.speed = self.seconds = self.length = 0.0
+    Args:
+        length: tokens.
+        seconds: of the round.
+        speed: tokens per second, lookups that come in between included.
+    """
 
-    def scale(self, factor: float) -> None:
-        self.weight *= factor
-        self.emitted *= factor
-        self.nodes *= factor
-        self.levels *= factor
-        self.hoped *= factor
-        self.known *= factor
-        self.open = {place: weight * factor for place, weight in self.open.items()}
+    shape: Shape
+    length: float
+    seconds: float
+    speed: float
 
-    def expect(self, chances: Sequence[Sequence[float]]) -> None:
-        """Think again about what was not told."""
-        self.tails = tails(self.shape, chances)
-        self.hoped = sum(
-            weight * beyond(self.shape, *place, self.tails, chances) for place, weight in self.open.items()
-        )
 
-    def hear(self, row: Walked, unit: float, chances: Sequence[Sequence[float]], going: Sequence[float]) -> None:
-        """What this shape would have emitted and had verified in a round of whatever shape."""
-        emitted, node, width = reached(self.shape, row)
-        self.weight += unit
-        self.emitted += unit * emitted
-        self.nodes += unit * drafted_by(self.shape, row)
-        self.levels += unit * levels_of(self.shape.depth, row, going)
-        if width is None:
-            self.known += unit
-        else:
-            place = (node, emitted - 1, width)
-            self.open[place] = self.open.get(place, 0.0) + unit
-            self.hoped += unit * beyond(self.shape, *place, self.tails, chances)
+@dataclass
+class _Pace:
+    """What is known of the time of rounds of about as many rows.
+
+    Args:
+        purse: seconds that drafting may still lose; None before there is a plain pass to measure it by.
+        on: whether drafting goes on from round to round, or rounds are trials; None before that was asked.
+        since: the last plain round.
+    """
+
+    clocks: Clocks
+    purse: float | None = None
+    on: bool | None = None
+    since: int = 0
 
 
 class Counterfactual:
-    """Follows the shape with the most tokens per second, as estimated for all of them after every round.
+    """Follows the shape with the most tokens per second, as estimated for all of them.
 
     Args:
         arms: shapes to choose from; "off" is added, and so is the best tree that acceptance asks for. Where they say that unsure
             branches end, it is learned when: that goes without saying in the names of the shapes drafted.
         discount: weight that a round keeps with every later one.
-        explore: share of the time that trying other shapes may cost.
+        share: of the time that may be lost by drafting.
         margin: a shape must promise to be faster than plain decoding by this share.
-
-    Raises:
-        ValueError: for a best-first shape, of which other rounds tell nothing.
     """
 
     def __init__(
-        self, arms: Sequence[Shape], discount: float = 0.98, explore: float = 0.015, margin: float = 0.01
+        self, arms: Sequence[Shape], discount: float = 0.99, share: float = 0.012, margin: float = 0.01
     ) -> None:
-        for arm in arms:
-            if arm.budget:
-                raise ValueError(f"{arm.name} grows otherwise in every round and cannot be compared; give fixed shapes")
-        self.discount, self.explore, self.margin = discount, explore, margin
+        self.discount, self.share, self.margin = discount, share, margin
         self.knowledge = Knowledge()
         self.unit = 1.0  # weight of the newest round
-        self.clocks = Clocks(discount)
-        self.sizes = {1: self.clocks}  # by the number of rows, in powers of two
-        self.purse: float | None = None  # seconds that exploring may still cost
-        self.rows, self.rounds, self.spread, self.up, self.down = 1, 0, 1.0, 0.0, 0.0
-        self.due = REFRESH  # the round in which to think again about unseen parts of trees
-        self.chances, self.going = self.knowledge.acceptance.chances(), self.knowledge.going.chances()
-        self.off = _Arm(OFF)
-        self.grown: str | None = None
+        self.pace = _Pace(Clocks())
+        self.paces = {1: self.pace}  # by the number of rows, in powers of two
         least, self.reach = max(((arm.least, arm.reach) for arm in arms), default=(0.0, 0))
         self.stops = Stops(least, 0.0) if least else None
-        self.arms: dict[str, _Arm] = {}
-        for arm in arms:
-            if arm.depth:
-                self._add(arm.adapting(0.0, arm.reach, arm.within))
+        self.arms = [arm.adapting(0.0, arm.reach, arm.within) for arm in arms if arm.depth]
+        self.tree: Shape | None = None
+        self.rows, self.rounds, self.drafted = 1, 0, 0
+        self.best: Rating | None = None
+        self.chosen = OFF
+        self.going, self.verify = self.knowledge.going.chances(), self.clocks.verify(1)
+        self.found = [0.0, 0.0, 0.0]  # tokens and seconds of lookups, and rounds without
+        self.fill = [0.0, 0.0]  # nodes that were drafted, and that would have been had no branch ended
+        self.spread, self.up, self.down = 1.0, 0.0, 0.0  # of surprises
 
-    def _add(self, shape: Shape, rounds: float = BELIEVED) -> _Arm:
-        arm = self.arms[shape.name] = _Arm(shape)
-        arm.weight = arm.emitted = arm.open[0, 0, 0] = rounds * self.unit
-        arm.nodes = arm.weight * shape.nodes
-        arm.levels = arm.weight * self._levels(shape)
-        arm.expect(self.chances)
-        return arm
-
-    def _levels(self, shape: Shape) -> float:
-        """That are expected to be drafted of a shape."""
-        return 1.0 + levels_behind(1, shape.depth, self.going)
+    @property
+    def clocks(self) -> Clocks:
+        """Of rounds of about as many rows as now."""
+        return self.pace.clocks
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
     def choose(self) -> Shape:
-        """The fastest shape, or one worth exploring, with the stops that the rounds so far ask for."""
-        shape = self._choose()
-        if self.stops is None or not shape.depth:
-            return shape
-        return replace(shape, least=self.stops.least, enough=self.stops.enough)
-
-    def _choose(self) -> Shape:
-        """The first round is plain: all others are compared with it."""
-        if not self.clocks.weight or not self.arms:
+        """The fastest shape, with the stops that the rounds so far ask for. The first round is plain: all others are compared
+        with it."""
+        if not self.arms or not self.clocks.weight:
             return OFF
-        self._estimate()
-        if not self.clocks.asked:  # nobody knows yet what drafting takes: begin with little
-            return min(self.arms.values(), key=lambda arm: arm.shape.depth).shape
-        leader = self._leader()
-        return (self._curious(leader) or leader).shape
+        if self.best is None:
+            self._rate()
+        if self.pace.on:
+            assert self.best is not None
+            gain = 1.0 - 1.0 / (self.best.speed * self.clocks.plain)
+            return OFF if self.pace.since > max(gain, 0.0) / CHECK else self.chosen
+        return self.chosen if self._affordable() else OFF
 
-    def _estimate(self) -> None:
-        """Tokens per round, seconds per round and speed of every arm."""
-        off, clocks, rows, prices = self.off, self.clocks, self.rows, self.clocks.prices()
-        off.seconds, off.length = clocks.plain, 1.0
-        off.speed = (1.0 + self.margin) / off.seconds
-        for arm in self.arms.values():
-            arm.length = (arm.emitted + arm.hoped) / arm.weight
-            arm.seconds = clocks.seconds(arm.shape, arm.nodes / arm.weight, arm.levels / arm.weight, rows, prices)
-            arm.speed = arm.length / arm.seconds
+    def _affordable(self) -> bool:
+        """Whether the purse can pay for what a trial is expected to lose."""
+        assert self.best is not None and self.pace.purse is not None
+        if not self.clocks.asked:  # nobody knows yet what drafting takes
+            return self.pace.purse > 0
+        plain, best = self.clocks.plain, self.best
+        price = max(best.seconds - best.length * plain, LEAST_PRICE * (best.seconds - plain))
+        return self.pace.purse >= price
 
-    def _leader(self) -> _Arm:
-        best = max(self.arms.values(), key=lambda arm: arm.speed)
-        return best if best.speed > self.off.speed else self.off
+    def _rate(self) -> None:
+        """Compare all shapes, and draft from now on with the best one, or not at all."""
+        clocks, plain = self.clocks, self.clocks.plain
+        self.verify = clocks.verify(self.rows)
+        ratings = self._ratings()
+        best = max(ratings, key=lambda rating: rating.speed)
+        before, purse = self.pace.on, START * plain if self.pace.purse is None else self.pace.purse
+        self.pace.on = best.speed * plain > 1.0 + self.margin and purse >= 0
+        # who gives up begins to save anew
+        self.pace.purse = min(purse, 0.0) if before is not False and not self.pace.on and clocks.asked else purse
+        # a trial is small: it is to tell whether drafts are accepted again
+        self.best = best if self.pace.on else min(ratings, key=lambda rating: rating.seconds)
+        shape, speed = self.best.shape, max(best.speed, 1.0 / plain)
+        if self.stops is not None:
+            if clocks.asked:
+                nodes = max(shape.nodes, 2)
+                node = (self.verify(nodes) - self.verify(1)) / (nodes - 1) / self.rows
+                worth = self.knowledge.calibration.worth(self.unit)
+                self.stops = stops(worth, speed, self.rows, node, *clocks.drafting())
+            shape = replace(shape, least=self.stops.least, enough=self.stops.enough)
+        self.chosen = replace(shape, reach=self._reach(speed)) if self.reach else shape
 
-    def _curious(self, leader: _Arm) -> _Arm | None:
-        """Of the arms of which too little is known, and that might be faster than the leader, the one that promises most for what
-        a trial is expected to cost, if that can be paid."""
-        purse = self.purse or 0.0
-        if purse <= 0:
-            return None
-        chosen, most, floor = None, 0.0, CHEAP * leader.seconds
-        for arm in (self.off, *self.arms.values()):
-            known = arm.known / self.unit
-            if arm is leader or known >= ENOUGH:
-                continue
-            doubt = OPTIMISM * (1.0 / math.sqrt(known + 1e-3) - 1.0 / math.sqrt(ENOUGH))
-            gain, cost = arm.speed * (1.0 + doubt) - leader.speed, arm.seconds - arm.length / leader.speed
-            worth = gain / max(cost, floor)
-            if cost <= purse and worth > most:
-                chosen, most = arm, worth
-        return chosen
+    def _ratings(self) -> list[Rating]:
+        """Of every shape that may be drafted."""
+        self.going = self.knowledge.going.chances(self.unit)
+        fixed, grown = [arm for arm in self.arms if not arm.budget], [arm for arm in self.arms if arm.budget]
+        if not self.clocks.asked:  # begin with little
+            first = min(self.arms, key=lambda shape: (shape.nodes, shape.depth))
+            fixed, grown = ([], [first]) if first.budget else ([first], [])
+        found = list[Rating]()
+        if fixed:
+            chances = self.knowledge.acceptance.chances(self.unit)
+            if self.clocks.asked and (self.drafted == SOON or self.drafted % REGROW == 0):
+                self._grow(chances)
+            fixed += [self.tree] if self.tree else []
+            found += [self._rating(shape, 1.0 + tails(shape, chances)[0]) for shape in fixed]
+        if grown:
+            sums = totals(self.knowledge.nodes.chances(self.unit), self.verify)
+            found += [self._rating(shape, 1.0 + sums[shape.nodes][0], sums[shape.nodes][1]) for shape in grown]
+        return found
+
+    def _rating(self, shape: Shape, length: float, verify: float | None = None) -> Rating:
+        """What a shape takes.
+
+        Args:
+            length: tokens expected.
+            verify: seconds of the target's pass, where they are known already.
+        """
+        alive, levels, nodes, fed = 1.0, 0.0, 0.0, 0.0
+        for depth, level in enumerate(shape.levels):
+            alive *= self.going[min(depth - 1, len(self.going) - 1)] if depth else 1.0
+            levels += alive
+            nodes += alive * sum(level)
+            fed += alive * sum(count > 0 for count in level)
+        if verify is None:
+            # branches that end leave more or fewer nodes in every round: between the smallest pass and the largest one
+            share = nodes / shape.nodes * (self.fill[0] / self.fill[1] if self.fill[1] else 1.0)
+            first, last = self.verify(1), self.verify(shape.nodes)
+            verify = first + share * (last - first)
+        seconds = verify + self.clocks.draft(levels, self.rows * fed - levels)
+        tokens, spent, rounds = self.found
+        speed = (length + tokens / rounds) / (seconds + spent / rounds) if rounds else length / seconds
+        return Rating(shape, length, seconds, speed)
+
+    def _grow(self, chances: Sequence[Sequence[float]]) -> None:
+        """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
+        _, shape = fastest_tree(chances, lambda shape: self._rating(shape, 1.0).seconds, TREE_NODES, TREE_DEPTHS)
+        self.tree = shape.adapting(0.0, self.reach) if shape.depth else None
+
+    def _reach(self, speed: float) -> int:
+        """How deep lookups are worth their rows."""
+        sums = totals(self.knowledge.lookups.chances(self.unit), self.verify)
+        return max(REACHES, key=lambda reach: sums[reach][0] - speed * sums[reach][1] if reach <= self.reach else 0.0)
 
     # -- learning --------------------------------------------------------------------------------------------------
 
     def reward(self, done: Round) -> None:
-        """Learn from a round about all arms."""
+        """Learn from a round about all shapes."""
         if done.seconds <= 0 or not done.rows:
             return
         self.rounds += 1
-        self._account(done)
-        self._age()
-        if not done.shape.depth:
-            self.off.known += self.unit
-        else:
-            self._hear(done)
-        self.rows = len(done.rows)
-        self.clocks = self.sizes.setdefault(self.rows.bit_length(), Clocks(self.discount))
+        if len(done.rows) != self.rows:
+            self.rows, self.best = len(done.rows), None
+            self.pace = self.paces.setdefault(self.rows.bit_length(), _Pace(Clocks()))
+        self._pay(done)
         self.clocks.hear(done)
-        if self.rounds <= SOON or self.rounds >= self.due:
-            self._refresh()
-        if self.rounds % REGROW == REFRESH:
-            self._regrow()
+        self.pace.since += 1
+        if not done.shape.depth:
+            self.pace.since = 0
+            return
+        self._age()
+        if done.beyond:
+            for row in done.rows:
+                self.knowledge.see(row, done.shape, self.unit / self.rows)
+            self.found[0] += self.unit * done.emitted / self.rows
+            self.found[1] += self.unit * done.seconds
+            return
+        self._hear(done)
+        if not self.clocks.plain:
+            return
+        if self.drafted <= SOON or self.drafted % REFRESH == 0 or not self.pace.on or (self.pace.purse or 0.0) < 0:
+            self._rate()
 
     def _age(self) -> None:
         """Let earlier rounds fade, by making a new one weigh more."""
@@ -204,89 +238,50 @@ class Counterfactual:
         if self.unit > LARGEST_UNIT:
             factor = 1.0 / self.unit
             self.knowledge.scale(factor)
-            for arm in (self.off, *self.arms.values()):
-                arm.scale(factor)
+            self.found = [value * factor for value in self.found]
+            self.fill = [value * factor for value in self.fill]
             self.unit = 1.0
 
-    def _hear(self, done: Round) -> None:
-        """What every arm would have emitted and had verified."""
-        unit = self.unit / len(done.rows)
-        for row in done.rows:
-            self._notice(done.shape, row)
-            self.knowledge.see(row, unit)
-            for arm in self.arms.values():
-                arm.hear(row, unit, self.chances, self.going)
-
-    def _notice(self, shape: Shape, row: Walked) -> None:
-        """A cumulative sum of surprises; when it runs over, the text has changed, and what was learned of it weighs little."""
-        arm = self.arms.get(shape.name)
-        if arm is None:
+    def _pay(self, done: Round) -> None:
+        """What the round gained or lost, and the share of its time."""
+        plain = self.clocks.plain
+        if not plain:
             return
-        surprise = row.emitted - (arm.emitted + arm.hoped) / arm.weight
+        before, seconds = START * plain if self.pace.purse is None else self.pace.purse, done.seconds
+        if done.shape.depth and self.best is not None and self.clocks.asked:
+            seconds = min(seconds, Fit.CLIP * self.best.seconds)  # a stall of the machine is no loss by drafting
+        gained = done.emitted / self.rows * plain - seconds if done.shape.depth else 0.0
+        self.pace.purse = min(before + gained + self.share * seconds, PURSE * plain)
+
+    def _hear(self, done: Round) -> None:
+        for row in done.rows:
+            self.knowledge.see(row, done.shape, self.unit / self.rows)
+            if not row.beyond:
+                self._notice(row)
+        self.drafted += 1
+        self.found[2] += self.unit
+        if done.drafted and not done.shape.budget:
+            reached = sum(sum(level) for level in done.shape.levels[: done.levels])
+            self.fill[0] += self.unit * done.drafted / self.rows
+            self.fill[1] += self.unit * reached
+
+    def _notice(self, row: Walked) -> None:
+        """A cumulative sum of surprises; when it runs over, the text has changed, and what was learned of it weighs little."""
+        if self.best is None:
+            return
+        surprise = row.emitted - self.best.length
         z = min(max(surprise / self.spread, -CLIP), CLIP)
         self.spread = max(LEAST_SPREAD, math.sqrt(0.95 * self.spread**2 + 0.05 * surprise * surprise))
         self.up, self.down = max(0.0, self.up + z - SLACK), max(0.0, self.down - z - SLACK)
         if self.up > ALARM or self.down > ALARM:
             self.up = self.down = 0.0
             self.unit /= FORGET
-            self.due = self.rounds
-
-    def _account(self, done: Round) -> None:
-        """What exploring has cost, against the speed that was expected of the leader, and what it may still cost."""
-        limit = PURSE * self.clocks.plain
-        if not limit or len(done.rows) != self.rows:
-            return
-        leader, loss = self._leader(), 0.0
-        if leader.shape.name != done.shape.name and leader.speed:
-            self.due = min(self.due, self.rounds + SOON)
-            mine = self.arms.get(done.shape.name, self.off).seconds
-            loss = (
-                min(done.seconds, Fit.CLIP * mine) - done.emitted / self.rows / leader.speed
-            )  # not a stall of the machine
-        before = 0.2 * limit if self.purse is None else self.purse
-        self.purse = min(max(before + self.explore * done.seconds - loss, -limit), limit)
-
-    def _refresh(self) -> None:
-        self.due = self.rounds + REFRESH
-        self.chances = self.knowledge.acceptance.chances(self.unit)
-        self.going = self.knowledge.going.chances(self.unit)
-        for arm in self.arms.values():
-            arm.expect(self.chances)
-        self._learn_stops()
-
-    def _learn_stops(self) -> None:
-        """When branches and levels are to end, at the speed that is expected."""
-        if self.stops is None or not (self.clocks.asked and self.clocks.weight):
-            return
-        self._estimate()
-        _, *prices = self.clocks.prices()
-        self.stops = stops(self.knowledge.calibration.worth(self.unit), self._leader().speed, self.rows, *prices)
-
-    def _regrow(self) -> None:
-        """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
-        if not self.clocks.passes.count:
-            return
-        prices = self.clocks.prices()
-
-        def seconds(shape: Shape) -> float:
-            return self.clocks.seconds(shape, shape.nodes, self._levels(shape), self.rows, prices)
-
-        speed, shape = fastest_tree(self.chances, seconds, TREE_NODES, TREE_DEPTHS)
-        shape = shape.adapting(0.0, self.reach) if shape.depth else shape
-        if shape.depth and shape.name not in self.arms:
-            if self.grown is not None:
-                old = self.arms[self.grown]
-                if speed * seconds(old.shape) < BETTER * (1.0 + tails(old.shape, self.chances)[0]):
-                    return
-                del self.arms[self.grown]
-            self.grown = shape.name
-            self._add(shape)
 
     # -- what outlives a process -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data for JSON."""
-        return {"rounds": self.rounds, **to_data(self.knowledge, self.sizes[1], self.unit)}
+        return {"rounds": self.rounds, **to_data(self.knowledge, self.paces[1].clocks, self.unit)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with what was learned earlier: first choices and first estimates, soon outweighed by new rounds.
@@ -294,9 +289,8 @@ class Counterfactual:
         Raises:
             ValueError: when this is not a state.
         """
-        knowledge, times = from_data(state)
+        self.knowledge, times = from_data(state)
         self.clocks.restore(**times)
-        self._begin_with(knowledge, BELIEVED)
 
     def believe(self, prior: Mapping[str, Any]) -> None:
         """Begin with what was measured elsewhere, on other prompts and perhaps another machine: it is worth a few rounds, and
@@ -308,13 +302,4 @@ class Counterfactual:
         knowledge, times = from_data(prior)
         knowledge.scale(min(1.0, TRUST / max(times["rounds"][2], 1.0)))
         self.clocks.believe(times, TRUST)
-        self._begin_with(knowledge, TRUST)
-        for arm in self.arms.values():
-            arm.known = TRUST * self.unit
-
-    def _begin_with(self, knowledge: Knowledge, rounds: float) -> None:
         self.knowledge = knowledge
-        self.chances, self.going = knowledge.acceptance.chances(), knowledge.going.chances()
-        for shape in [arm.shape for arm in self.arms.values()]:
-            self._add(shape, rounds)
-        self._regrow()

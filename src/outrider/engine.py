@@ -96,11 +96,10 @@ class Run:
             tried = verdict.accepted + bool(tree.children[verdict.path[-1]])
             row.stats.add_round(name, tree.drafted, verdict.accepted, tried, len(emitted))
             pieces += emitted
-        # of trees that were not held to the shape, the controller of shapes learns nothing
-        kept = [i for i, draft in enumerate(drafts) if not draft.beyond]
-        walks = [walked(drafts[i], verdicts[i], shapes[i]) for i in kept]
-        if walks:
-            self.controller.reward(Round(shape, walks, **self.clock.since(before)))
+        walks = [walked(*one) for one in zip(drafts, verdicts, shapes)]
+        spent = self.clock.since(before)
+        spent["draft"] -= max(draft.reading for draft in drafts)  # a prompt is read once, whatever is drafted
+        self.controller.reward(Round(shape, walks, **spent))
         self._drop_finished()
         return pieces
 

@@ -5,6 +5,7 @@ Plain data comes from files, so it is read as if it might be anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,25 +13,37 @@ from outrider.clocks import Clocks
 from outrider.cost import Acceptance
 from outrider.rounds import Walked
 from outrider.stopping import Calibration, Going, Table
+from outrider.tree import Shape
+from outrider.worth import Worth
+
+MOST_NODES, MOST_LOOKED_UP = 32, 16  # places of nodes that are told apart
 
 
 class Knowledge:
-    """Acceptance by depth and rank, calibration, and levels. Weights are the caller's."""
+    """What rounds of one drafter brought; weights are the caller's. Acceptance by depth and rank tells of trees of a fixed shape,
+    the worth of nodes of those that grow best first and of lookups."""
 
     def __init__(self) -> None:
         self.acceptance, self.calibration, self.going = Acceptance(), Calibration(), Going()
+        self.nodes, self.lookups = Worth(MOST_NODES), Worth(MOST_LOOKED_UP)
 
-    def see(self, row: Walked, weight: float = 1.0) -> None:
-        """Count a walk."""
-        self.acceptance.see(row, weight)
+    def see(self, row: Walked, shape: Shape, weight: float = 1.0) -> None:
+        """Count a walk down a tree that was grown by a shape."""
+        if row.beyond:
+            kept = len(row.ranks)
+            self.lookups.see([place < kept for place in range(row.drafted)], shape.reach, weight)
+            return
         self.calibration.see(row, weight)
         self.going.see(row, weight)
+        if shape.budget:
+            self.nodes.see([kept for _, kept in sorted(row.beliefs, reverse=True)], shape.budget, weight)
+        else:
+            self.acceptance.see(row, weight)
 
     def scale(self, factor: float) -> None:
         """Let all that was seen weigh `factor` times as much."""
-        self.acceptance.scale(factor)
-        self.calibration.scale(factor)
-        self.going.scale(factor)
+        for part in (self.acceptance, self.calibration, self.going, self.nodes, self.lookups):
+            part.scale(factor)
 
     def _tables(self) -> dict[str, Table]:
         return {"kept": self.calibration.kept, "on": self.calibration.on, "going": self.going.table}
@@ -38,11 +51,12 @@ class Knowledge:
     def _counts(self) -> dict[str, list[float]]:
         """Every row of counts by its name."""
         acceptance, rows = self.acceptance, dict[str, list[float]]()
-        rows |= {"all_tries": acceptance.all_tries, "all_hits": acceptance.all_hits}
         for depth in range(len(acceptance.tries)):
             rows |= {f"tries.{depth}": acceptance.tries[depth], f"hits.{depth}": acceptance.hits[depth]}
         for name, table in self._tables().items():
             rows |= {f"{name}.tries": table.tries, f"{name}.hits": table.hits}
+        for name, worth in (("nodes", self.nodes), ("lookups", self.lookups)):
+            rows |= {f"{name}.{key}": row for key, row in worth.rows().items()}
         return rows
 
 
@@ -65,9 +79,10 @@ def from_data(data: Mapping[str, Any]) -> tuple[Knowledge, dict[str, list[float]
     counts, clocks = _part(data, "counts"), _part(data, "clocks")
     found = Knowledge()
     for name, row in found._counts().items():
-        row[:] = _checked(counts.get(name), len(row), 1e-9 if name == "all_tries" else 0.0)
+        row[:] = _checked(counts.get(name), len(row), 0.0)
     for name, row in found._counts().items():
-        tries = found._counts().get(name.replace("hits", "tries"), row)
+        tried = re.sub(r"hits|there$|(?<=\.)kept$", "tries", name)
+        tries = found._counts().get(tried, row)
         if any(hit > tried * 1.0001 for hit, tried in zip(row, tries)):
             raise ValueError("its numbers do not fit each other")
     times = {name: _checked(clocks.get(name), size, 0.0) for name, size in Clocks.SIZES.items()}

@@ -28,6 +28,7 @@ class Walked:
         fed: nodes and tokens fed to the drafter; None: as the shape asks for.
         beliefs: of every drafted node, the drafter's probability of the path to it, and whether that path was kept; in the order
             of depth, empty where the drafter has no probabilities.
+        beyond: the tree was not held to the shape, so it tells nothing of shapes.
     """
 
     ranks: tuple[int, ...]
@@ -39,6 +40,7 @@ class Walked:
     stopped: bool = False
     fed: int | None = None
     beliefs: Sequence[tuple[float, bool]] = ()
+    beyond: bool = False
 
     @property
     def emitted(self) -> int:
@@ -67,14 +69,20 @@ class Round:
         return sum(row.emitted for row in self.rows)
 
     @property
+    def beyond(self) -> bool:
+        """No row was held to the shape."""
+        return all(row.beyond for row in self.rows)
+
+    @property
     def levels(self) -> int:
         """Steps of drafting: rows take them together."""
-        return max((row.levels for row in self.rows if row.levels is not None), default=self.shape.depth)
+        told = (row.levels for row in self.rows if row.levels is not None and not row.beyond)
+        return max(told, default=self.shape.depth)
 
     @property
     def fed(self) -> int:
         """Nodes and tokens that the drafter was fed, of all rows."""
-        return sum(self.shape.feeds if row.fed is None else row.fed for row in self.rows)
+        return sum(self.shape.feeds if row.fed is None else row.fed for row in self.rows if not row.beyond)
 
     @property
     def seconds(self) -> float:
@@ -92,7 +100,8 @@ def walked(draft: Draft, verdict: Verdict, shape: Shape) -> Walked:
     children, kept = tree.children, set(path)
     ranks = tuple([children[parent].index(child) for parent, child in pairwise(path)])
     width = len(children[path[-1]])
-    levels = max(tree.depths) or None  # who had nothing to draft may have looked for it as long as for all
+    # who had nothing to draft may have looked for it as long as for all
+    levels = (max(tree.depths) if draft.levels is None else draft.levels) or None
     return Walked(
         ranks,
         width,
@@ -103,6 +112,7 @@ def walked(draft: Draft, verdict: Verdict, shape: Shape) -> Walked:
         levels is not None and levels < shape.depth,
         draft.fed if draft.fed is not None else sum(map(bool, children)) or None,
         [(belief, node in kept) for node, belief in sorted(draft.beliefs.items())],
+        bool(draft.beyond),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outrider.rounds import Walked
 
 BINS = 33  # quarter octaves of a path's probability: from 1 to 0.84, from there to 0.71 ... and all below 0.004
-LEAN = 2.0  # paths of a bin that the drafter's own belief is worth
+LEAN = 6.0  # paths of a bin that the drafter's own belief is worth
 ON, ON_WEIGHT = 0.6, 2.0  # chance of a token behind a kept path before any was seen, and its weight
 LOWEST, LEAST, ENOUGH = 0.001, 0.3, 0.9  # thresholds are never lower, and never higher for branches and for levels
 DEPTHS = 16

@@ -166,10 +166,10 @@ class Shape:
             )
         if not within >= 1.0:
             raise ValueError(f"no branch is within {within:g} times the best one; give a number from 1, such as 20")
-        if not 0.0 <= enough < 1.0 or (enough and self.budget):
+        if not 0.0 <= enough < 1.0:
             raise ValueError(
                 f"the levels of {self.name} cannot end at a probability of {enough:g}; give a number from 0 to below 1, such as "
-                "0.2, and no best-first tree"
+                "0.2"
             )
         _count(reach)
         ends = (f"{least:g}" if least else "") + (f"/{within:g}" if within < math.inf else "")

@@ -74,6 +74,8 @@ class Draft:
         beyond: who drafted it, where that was not held to the shape that was asked for; else "".
         beliefs: per drafted node the drafter's probability of the path to it; empty where the drafter has none.
         fed: nodes and tokens of the text that were fed to a model to draft this; None: the nodes with children.
+        levels: steps that this took; None: as many as the tree is deep.
+        reading: seconds of these that went into text far behind, such as a prompt.
     """
 
     tree: TokenTree
@@ -81,6 +83,8 @@ class Draft:
     beyond: str = ""
     beliefs: Mapping[int, float] = field(default_factory=dict)
     fed: int | None = None
+    levels: int | None = None
+    reading: float = 0.0
 
 
 def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:

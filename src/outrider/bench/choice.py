@@ -16,7 +16,10 @@ from rich.table import Table
 from outrider.bench.report import MethodReport, Run, SpeedReport, provenance, to_json
 
 AUTO, PLAIN = "auto", "plain"
-SHAPES = "chain1,chain2,chain4,chain7,2x2x1,3x2x1x1,chain2@0.08~15,chain4@0.08~15,2x2x1@0.08~15,2x2x1x1x1@0.08~15"
+SHAPES = (
+    "chain1,chain2,chain4,chain7,2x2x1,3x2x1x1,chain2@0.08~15,chain4@0.08~15,2x2x1@0.08~15,2x2x1x1x1@0.08~15,"
+    "best7x8@0.05+0.2~7"
+)
 
 
 def rate(runs: Sequence[Run]) -> float:

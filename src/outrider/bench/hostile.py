@@ -87,6 +87,7 @@ class Spoiled:
 
     def __init__(self, inner: Drafter, vocab: int, shift: int = 0, delay: float = 0.0) -> None:
         self.inner, self.vocab, self.shift, self.delay = inner, vocab, shift, delay
+        self.drafters = [inner]
         self.name = f"spoiled {inner.name}"
 
     @property
@@ -245,7 +246,9 @@ def _continue(engine: Engine, case: Case, ids: list[int], way: str, options: dic
     with engine.drafting(drafter), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that these drafters are useless is known
         start = clock()
-        result = engine.generate(ids, shape=make_controller("auto", drafter), temperature=case.temperature, **options)
+        result = engine.generate(
+            ids, shape=make_controller("auto", drafter, case.temperature > 0), temperature=case.temperature, **options
+        )
         seconds = clock() - start
     return Run(list(result.token_ids), seconds, stats=result.stats)
 

@@ -24,7 +24,7 @@ from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.loading import load_model, local_path
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
-from outrider.tree import OFF, Shape, parse_shape
+from outrider.tree import OFF, Shape, best_first, parse_shape
 
 NAMES = (
     "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's folder, a "
@@ -34,6 +34,7 @@ FREE = {"ngram", "table"}  # drafters that cost next to nothing
 FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")
 ARMS = (
     "2x2x1",
+    "2x1x1",
     "chain1",
     "chain2",
     "chain4",
@@ -44,6 +45,8 @@ ARMS = (
     "2x2x2x1x1x1",
     "1x1x3x1x1x1x1x1",
 )
+BUDGETS = 1, 2, 3, 5, 7, 11, 15, 23  # nodes of trees that grow best first: with the root, groups of eight rows are full
+DEEPEST, WIDEST = 8, 3  # of these
 LEAST = (
     0.08  # branches of shapes that are chosen for models end where the drafter believes in their path less than this
 )
@@ -185,15 +188,32 @@ def default_arms(drafter: Drafter) -> list[Shape]:
     return [parse_shape(text).adapting(LEAST, reach) for text in ARMS]
 
 
+def learned_arms(drafter: Drafter) -> list[Shape]:
+    """Shapes that "auto" chooses from for greedy texts: trees that grow best first, of several sizes, where the drafter says how
+    probable nodes are."""
+    arms = default_arms(drafter)
+    if not believes(drafter):
+        return arms
+    return [best_first(nodes, DEEPEST, WIDEST).adapting(LEAST, arms[0].reach) for nodes in BUDGETS]
+
+
+def believes(drafter: Any) -> bool:
+    """Whether a drafter says of every node how probable it is, so that trees can grow best first; of a cascade, its last one."""
+    inner = getattr(drafter, "drafters", None)
+    if inner:
+        return not isinstance(drafter, MergedDrafter) and believes(inner[-1])
+    return isinstance(drafter, LMDrafter)
+
+
 def parts(drafter: Any) -> list[Any]:
     """The drafters that a merged one or a cascade is made of."""
     inner = getattr(drafter, "drafters", None)
-    return [drafter] if inner is None else [part for one in inner for part in parts(one)]
+    return [drafter] if not inner else [part for one in inner for part in parts(one)]
 
 
-def _learning(drafter: Drafter) -> Counterfactual:
+def _learning(drafter: Drafter, drawn: bool) -> Counterfactual:
     """A controller that begins with what is known of a drafter."""
-    controller = Counterfactual(default_arms(drafter))
+    controller = Counterfactual(default_arms(drafter) if drawn else learned_arms(drafter))
     for part in parts(drafter):
         prior = getattr(part, "priors", {}).get(drafter.name)
         try:
@@ -206,14 +226,18 @@ def _learning(drafter: Drafter) -> Counterfactual:
     return controller
 
 
-def make_controller(given: Any, drafter: Drafter | None) -> Controller:
-    """A controller from "auto", "ucb", a shape, or a `Controller`."""
+def make_controller(given: Any, drafter: Drafter | None, drawn: bool = False) -> Controller:
+    """A controller from "auto", "ucb", a shape, or a `Controller`.
+
+    Args:
+        drawn: the target draws its tokens, at a temperature above 0.
+    """
     if drafter is None:
         return Fixed(OFF)
     if given == "ucb":
         return Bandit(default_arms(drafter))
     if given is None or given == "auto":
-        return _learning(drafter)
+        return _learning(drafter, drawn)
     if hasattr(given, "choose") and hasattr(given, "reward"):
         controller: Controller = given
         return controller

@@ -9,6 +9,7 @@ Shapes: F frontier nodes, C the model's (draft) vocabulary, V the target's vocab
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ class _Growth:
     chain: list[int]  # pending nodes that lead to the root, the root last
     trials: dict[int, list[Trial]] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
-    read: int = 1  # tokens of the text that were fed first
+    read: int = 1  # tokens of the text that were fed with the root
+    levels: int = 0  # drafted so far
     wanted: dict[int, int] = field(default_factory=dict)  # fed nodes of the frontier -> how many children they get
     scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, where the shape asks for it
 
@@ -43,15 +45,17 @@ class _Growth:
         """Choose the nodes of the frontier that get children at this level."""
         counts = shape.levels[level] if level < shape.depth else ()
         if shape.budget and counts:
-            best = sorted(self.frontier, key=lambda n: -self.scores[n])[: max(1, shape.budget // 2)]
+            # what is not among the best nodes so far cannot have a child among the best of all
+            best = sorted(self.scores, key=lambda n: -self.scores[n])[: shape.budget + 1]
+            best = [node for node in best if node in self.frontier][: max(1, shape.budget // 2)]
             self.wanted = {node: counts[0] for node in self.frontier if node in best}
         else:
             scores = [self.scores.get(node, 0.0) for node in self.frontier]
             floor = shape.floor(max(scores, default=0.0))
             every = zip(self.frontier, counts, scores)
             self.wanted = {node: count for node, count, score in every if count and score >= floor}
-            if shape.enough and sum(math.exp(self.scores[node]) for node in self.wanted) < shape.enough:
-                self.wanted = {}
+        if shape.enough and sum(math.exp(self.scores[node]) for node in self.wanted) < shape.enough:
+            self.wanted = {}
         return list(self.wanted)
 
 
@@ -87,6 +91,7 @@ class LMDraftState:
         self.offsets = [self._offset(len(prompt)) for prompt in prompts]
         self.state = self._prefill(prompts)
         self.growths: list[_Growth] = []
+        self.reading = 0.0  # seconds that went into text far behind
 
     # -- following the text ----------------------------------------------------------------------------------------
 
@@ -114,7 +119,7 @@ class LMDraftState:
                     for c, o, f in zip(contexts, self.offsets, full)
                 ]
                 self.state = self._prefill(contexts)
-        read = [len(c) - o - n for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
+        begun, self.reading = time.perf_counter(), 0.0
         while True:
             behind = [self._known(c[o + n :]) for c, o, n in zip(contexts, self.offsets, self.state.lengths)]
             chunk = [row[:CATCH_UP] for row in behind]
@@ -125,9 +130,10 @@ class LMDraftState:
             self.state.commit(
                 [range(len(row) if len(rest) > CATCH_UP else len(row) - 1) for row, rest in zip(chunk, behind)]
             )
+            self.reading = time.perf_counter() - begun
         self.growths = [
-            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=count)
-            for context, row, count in zip(contexts, chunk, read)
+            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=len(row))
+            for context, row in zip(contexts, chunk)
         ]
         return logits
 
@@ -177,6 +183,7 @@ class LMDraftState:
         growth.frontier = []
         if not fed:
             return
+        growth.levels += 1
         sampler = self.samplers[row]
         scores_FC, ids_C = self._scores(growth, row, fed, logits_FC, shape)
         position = len(growth.context) + growth.tree.depths[fed[0]]
@@ -230,10 +237,11 @@ class LMDraftState:
         return self.drafter.draft_ids if vocabulary is None else vocabulary.ids(row)
 
     def _finish(self, growth: _Growth, shape: Shape) -> Draft:
-        if shape.budget and growth.tree.drafted > shape.budget:
-            _prune(growth, shape.budget)
-        beliefs = {} if shape.budget else {node: math.exp(score) for node, score in growth.scores.items() if node}
-        return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=growth.read + len(growth.fed) - 1)
+        fed = growth.read + len(growth.fed) - 1  # nodes that are left out were fed, too
+        if max(map(len, growth.tree.children)) > 1 or (shape.budget and growth.tree.drafted > shape.budget):
+            _arrange(growth, shape)
+        beliefs = {node: math.exp(score) for node, score in growth.scores.items() if node}
+        return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=fed, levels=growth.levels, reading=self.reading)
 
     # -- the verdict -----------------------------------------------------------------------------------------------
 
@@ -334,16 +342,25 @@ def _read(
     return zip(map(int, tokens), logq)
 
 
-def _prune(growth: _Growth, budget: int) -> None:
-    """Keep the `budget` nodes of highest cumulative probability (OPT-Tree); ancestors outrank descendants."""
-    order = sorted(range(1, len(growth.tree)), key=lambda n: (-growth.scores[n], n))[:budget]
-    old, tree, renamed = growth.tree, TokenTree(growth.tree.root), {0: 0}
-    for node in sorted(order):
-        renamed[node] = tree.add(renamed[old.parents[node]], old.tokens[node])
-    trials = {
+def _arrange(growth: _Growth, shape: Shape) -> None:
+    """Leave out what a budget has no room for (OPT-Tree: ancestors outrank descendants), and lay every node right behind its
+    parent, the first child first: then the likeliest path is one piece, and what is kept of it need not be moved."""
+    old, order = growth.tree, range(1, len(growth.tree))
+    if shape.budget and old.drafted > shape.budget:
+        kept = set(sorted(order, key=lambda n: (-growth.scores[n], n))[: shape.budget])
+    else:
+        kept = set(order)
+    tree, renamed, waiting = TokenTree(old.root), {0: 0}, old.children[0][::-1]
+    while waiting:
+        node = waiting.pop()
+        if node in kept:
+            renamed[node] = tree.add(renamed[old.parents[node]], old.tokens[node])
+            waiting += old.children[node][::-1]
+    growth.trials = {
         renamed[parent]: [Trial(renamed[t.node], t.law) for t in tried if t.node in renamed]
         for parent, tried in growth.trials.items()
         if parent in renamed
     }
     growth.fed = {renamed[node]: at for node, at in growth.fed.items() if node in renamed}
-    growth.tree, growth.trials = tree, trials
+    growth.scores = {renamed[node]: score for node, score in growth.scores.items() if node in renamed}
+    growth.tree = tree

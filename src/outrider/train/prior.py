@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.clocks import Clocks
-from outrider.drafters.catalog import default_arms, parts
+from outrider.drafters.catalog import learned_arms, parts
 from outrider.drafters.folder import PRIOR, read_priors
 from outrider.knowledge import Knowledge, to_data
 from outrider.rounds import Round
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outrider.bench.tasks import Prompt
 
 SHAPES, LEAST = ("3x2x1x1x1", "chain8", "2x2x1x1x1x1", "chain3"), 0.02
+ENOUGH = 0.15  # where levels of trees that grow best first end
 FEWEST = 40  # drafted rounds
 Tell = Callable[[int, int, str], None]
 
@@ -44,7 +45,7 @@ class Listening:
         self.clocks.hear(done)
         if done.shape.depth:
             for row in done.rows:
-                self.knowledge.see(row)
+                self.knowledge.see(row, done.shape)
 
 
 def measure_prior(
@@ -57,10 +58,13 @@ def measure_prior(
     """
     if engine.drafter is None:
         raise ValueError("there is no drafter to measure; give one with --drafter")
-    reach = max(arm.reach for arm in default_arms(engine.drafter))
-    listening = Listening([parse_shape(name).adapting(LEAST, reach) for name in SHAPES])
+    widest = max(learned_arms(engine.drafter), key=lambda arm: arm.nodes)
+    fixed = [parse_shape(name).adapting(LEAST, widest.reach) for name in SHAPES]
+    grown = [widest.adapting(LEAST, widest.reach, enough=ENOUGH)] if widest.budget else fixed
+    listening = Listening(grown)
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), "measuring")
+        listening.shapes = [*(fixed if number % 2 else grown), OFF]
         options: dict[str, Any] = {"temperature": 0.7 * (number % 2), "seed": number, "max_new_tokens": max_new_tokens}
         engine.generate(prompt.encode(engine), shape=listening, **options)
     if listening.clocks.asked < FEWEST or not listening.clocks.weight:

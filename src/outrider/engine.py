@@ -88,7 +88,7 @@ class Run:
             if self.drafting and shape.depth:
                 self.drafting.observe(verdicts)
             if self.drafting and self.state.features is not None:
-                self._see([f[verdict.path] for f, verdict in zip(self.state.features, verdicts)])
+                self._see([_along(rows, verdict.path) for rows, verdict in zip(self.state.features, verdicts)])
         pieces = []
         for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
             emitted = row.emit(tree, verdict, logits_BNV[i])
@@ -137,3 +137,8 @@ class Run:
                 self.state.keep(keep)
                 if self.drafting:
                     self.drafting.keep(keep)
+
+
+def _along(rows_NF: Tensor, path: list[int]) -> Tensor:
+    """The rows of a path; where they lie side by side, as in plain rounds, nothing is copied."""
+    return rows_NF[: len(path)] if path[-1] == len(path) - 1 else rows_NF[path]

@@ -18,7 +18,7 @@ ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "rope_theta": 500
 WINDOW = {**ATTENTION, "window_size": 6}
 
 
-def hybrid(attn: dict[str, Any], dtype: torch.dtype = torch.float32) -> GatedDeltaNetForCausalLM:
+def hybrid(attn: dict[str, Any] | None, dtype: torch.dtype = torch.float32, **options: Any) -> GatedDeltaNetForCausalLM:
     torch.manual_seed(0)
     config = GatedDeltaNetConfig(
         vocab_size=VOCAB,
@@ -31,6 +31,7 @@ def hybrid(attn: dict[str, Any], dtype: torch.dtype = torch.float32) -> GatedDel
         initializer_range=0.3,
         attn=attn,
         eos_token_id=None,
+        **options,
     )
     return GatedDeltaNetForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
@@ -126,6 +127,50 @@ def test_padding_in_front_of_a_row_changes_nothing(attn: dict[str, Any]) -> None
     for row, alone in enumerate((short, long)):
         wanted = model(input_ids=torch.tensor([alone])).logits[0, -1]
         torch.testing.assert_close(padded[row, -1], wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 10])
+@pytest.mark.parametrize("attn", [None, ATTENTION], ids=["recurrent", "hybrid"])
+def test_padding_counts_for_nothing_in_pieces_of_any_size_and_with_biases(
+    attn: dict[str, Any] | None, chunk: int
+) -> None:
+    model = hybrid(attn, torch.float64, conv_bias=True)
+    for name, parameter in model.named_parameters():
+        if "conv1d.bias" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    short, long = list(PROMPT)[:4], list(PROMPT)
+    ids, mask = torch.tensor([[0] * 6 + short, long]), torch.tensor([[0] * 6 + [1] * 4, [1] * 10])
+    places, cache, logits = (mask.cumsum(1) - 1).clamp(min=0), None, None
+    for at in range(0, 10, chunk):
+        part = slice(at, at + chunk)
+        options = {"attention_mask": mask[:, : at + chunk], "position_ids": places[:, part], "use_cache": True}
+        out = model(input_ids=ids[:, part], cache=cache, **options)
+        cache, logits = out.cache, out.logits[:, -1]
+    for row, alone in enumerate((short, long)):
+        wanted = model(input_ids=torch.tensor([alone])).logits[0, -1]
+        torch.testing.assert_close(logits[row], wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": 0},
+        {"num_heads": 5},
+        {"num_kv_heads": 3},
+        {"window_size": -1},
+        {"window_size": 2.5},
+        {"rope_theta": -5},
+        {"layers": None},
+    ],
+)
+def test_attention_that_cannot_be_meant_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="attn must name"):
+        hybrid({**ATTENTION, **changes})
+
+
+def test_masks_by_layer_type_are_refused() -> None:
+    with pytest.raises(ValueError, match="use a dynamic cache"):
+        hybrid(ATTENTION)(input_ids=torch.tensor([[1, 2]]), attention_mask={"full_attention": None})
 
 
 def test_batches_write_what_rows_write_alone() -> None:

@@ -44,6 +44,22 @@ def test_texts_of_another_vocabulary_are_refused(target: Path, data: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_damaged_sources_are_told_in_one_line_and_counts_are_those_of_the_folder(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    given = ("data", "--target", target, "--dtype", "fp32", "--out", tmp_path / "out")
+    all_of_it = succeed(*given, "--read", data, "--tokens", "9M")["answer_tokens"]
+    assert succeed(*given, "--read", data, "--tokens", 1)["answer_tokens"] == all_of_it
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    shard = shard_files(other)[0]
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert "is damaged" in fail(*given[:-1], tmp_path / "new", "--read", other)
+    for broken in ("[]", "null", "{}"):
+        (other / "data.json").write_text(broken)
+        assert "holds no data set to read" in fail(*given[:-1], tmp_path / "new", "--read", other)
+
+
 def test_what_cannot_be_read_is_told_in_one_line(target: Path, data: Path, tmp_path: Path) -> None:
     given = ("data", "--target", target, "--out", tmp_path / "out", "--dtype", "fp32")
     assert "holds no data set to read" in fail(*given, "--read", tmp_path)

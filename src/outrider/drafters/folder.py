@@ -79,7 +79,7 @@ def read_config(folder: Path, target: PreTrainedModel | None) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         config["drafter"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder} holds no drafter ({error}); make one with `outrider distil` or `outrider table`"
         ) from error

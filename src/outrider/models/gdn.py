@@ -78,7 +78,7 @@ class GatedDeltaNetConfig(PretrainedConfig):
                 raise ValueError(f"This Gated DeltaNet has {what}, which is not supported: use a checkpoint without.")
         self.layer_types = ["linear_attention"] * self.num_hidden_layers
         if self.attn:
-            check_attention(self.attn, self.num_hidden_layers)
+            check_attention(self.attn, self.num_hidden_layers, self.hidden_size)
             self.sliding_window = self.attn.get("window_size")
             for layer in self.attn.get("layers", ()):
                 self.layer_types[layer] = "sliding_attention" if self.sliding_window else "full_attention"
@@ -184,6 +184,8 @@ class GatedDeltaMixer(nn.Module):
         q, k = q.unflatten(-1, (-1, self.key_size)), k.unflatten(-1, (-1, self.key_size))
         v = v.unflatten(-1, (-1, self.value_size))
         beta = self.b_proj(hidden_states).sigmoid() * self.beta_scale
+        if attention_mask is not None:  # a convolution's bias makes something of nothing, and padding writes nothing
+            beta = beta * attention_mask[..., None].to(beta.dtype)
         o, state = gated_delta_sequence(q, k, v, g=self._decay(hidden_states), beta=beta, initial_state=state)
         if cache is not None:
             cache.update_recurrent_state(state, self.layer_idx)
@@ -248,8 +250,7 @@ class GatedDeltaBlock(nn.Module):
         if isinstance(self.attn, Attention):
             options["rotation"] = rotation
         elif attention_mask is not None:  # recurrent layers know only padding in front of a row
-            padded = attention_mask.ndim == 2 and x_BTD.shape[1] > 1
-            options["attention_mask"] = attention_mask[:, -x_BTD.shape[1] :] if padded else None
+            options["attention_mask"] = attention_mask[:, -x_BTD.shape[1] :] if attention_mask.ndim == 2 else None
         x_BTD = x_BTD + self.attn(normed_BTD, **options)
         out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return out
@@ -310,6 +311,8 @@ class GatedDeltaNetModel(GatedDeltaNetPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            raise ValueError("Masks by layer type, as of static caches, are not supported: use a dynamic cache.")
         x_BTD = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

@@ -18,19 +18,35 @@ Rotation = tuple[Tensor, Tensor]
 OPTIONS = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta"}
 
 
-def check_attention(attn: dict[str, Any], layers: int) -> None:
+def check_attention(attn: dict[str, Any], layers: int, width: int) -> None:
     """Make sure that a config's `attn` can be meant here.
 
     Raises:
-        ValueError: for options that are not known, or layers that are not there.
+        ValueError: for options that are not known, layers that are not there, or sizes that do not fit.
     """
     if unknown := {name for name, value in attn.items() if name not in OPTIONS and value}:
         raise ValueError(
             f"This Gated DeltaNet has attention layers with {', '.join(sorted(unknown))}, which is not supported: use a "
             "checkpoint without."
         )
-    if "num_heads" not in attn or not set(attn.get("layers", ())) <= set(range(layers)):
-        raise ValueError(f"attn must name num_heads, and layers among 0 to {layers - 1}; its config has {attn}.")
+    heads: Any = attn.get("num_heads")
+    window, theta, chosen = (attn.get(name) for name in ("window_size", "rope_theta", "layers"))
+    kv_heads: Any = attn.get("num_kv_heads") or heads
+    counts = all(isinstance(count, int) and count > 0 for count in (heads, kv_heads, 1 if window is None else window))
+    for wrong, what in (
+        (
+            not isinstance(chosen, list | tuple) or not set(chosen) <= set(range(layers)),
+            f"layers among 0 to {layers - 1}",
+        ),
+        (not counts, "num_heads, num_kv_heads and window_size above 0"),
+        (
+            counts and (heads % kv_heads or width % (2 * heads)),
+            f"heads of even size that share keys evenly in {width} channels",
+        ),
+        (theta is not None and not theta > 0, "a rope_theta above 0"),
+    ):
+        if wrong:
+            raise ValueError(f"attn must name {what}; its config has {attn}.")
 
 
 class Attention(nn.Module):

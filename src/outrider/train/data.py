@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from outrider.models.files import save_atomically
@@ -150,7 +151,7 @@ def claim_data(out: Path, settings: DataSettings) -> None:
                 f"{out} holds data made with another {differ[0]} ({known.get(differ[0])}); continue with that, or give "
                 "another folder"
             )
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(item.name != "data.part" for item in out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no data set; give another folder")
     out.mkdir(parents=True, exist_ok=True)
     partial = about.with_suffix(".part")
@@ -244,6 +245,18 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
+def load_shard(path: Path) -> dict[str, torch.Tensor]:
+    """A shard.
+
+    Raises:
+        ValueError: for one that is damaged.
+    """
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and make the data set again") from error
+
+
 def read_answers(folder: Path) -> list[Answer]:
     """All answers of a data set.
 
@@ -252,7 +265,7 @@ def read_answers(folder: Path) -> list[Answer]:
     """
     answers = []
     for path in shard_files(folder):
-        shard = load_file(path)
+        shard = load_shard(path)
         rows = torch.split(shard["tokens"], shard["row_lengths"].tolist())
         about = zip(rows, shard["prompt_lengths"].tolist(), shard["temperatures"].tolist())
         answers += [Answer(ids, length, round(temperature, 3)) for ids, length, temperature in about]

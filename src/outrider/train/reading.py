@@ -10,11 +10,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors.torch import load_file
-
 from outrider.models.files import save_atomically
 from outrider.models.fingerprint import fingerprint
-from outrider.train.data import DataSettings, answer_tokens, claim_data, read_answers, shard_files, vocabulary
+from outrider.train.data import (
+    DataSettings,
+    answer_tokens,
+    claim_data,
+    load_shard,
+    read_answers,
+    shard_files,
+    vocabulary,
+)
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -28,16 +34,18 @@ def take_texts(engine: Engine, source: Path, out: Path, tokens: int) -> int:
     Raises:
         ValueError: when the source holds no data set, or one in another vocabulary, or `out` holds something else.
     """
+    if tokens < 1:
+        raise ValueError(f"{tokens} tokens are no data; ask for more")
     try:
         known = json.loads((source / "data.json").read_text())
-    except (OSError, ValueError):
+        sources = (*known["sources"], f"read, written by {known['target']} ({known['fingerprint']})")
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{source} holds no data set to read; make one with `outrider data --out {source}`") from None
     if known.get("vocabulary") != vocabulary(engine):
         raise ValueError(
             f"the texts in {source} are not in the vocabulary of {engine.name}; let it write a data set of its own"
         )
     read_answers(source)  # tells when there are none
-    sources = (*known["sources"], f"read, written by {known['target']}")
     settings = DataSettings(
         engine.name,
         fingerprint(engine.model),
@@ -52,8 +60,8 @@ def take_texts(engine: Engine, source: Path, out: Path, tokens: int) -> int:
     for path in shard_files(source):
         if done >= tokens:
             break
-        shard, copy = load_file(path), out / path.name
+        copy = out / path.name
         if not copy.exists():
-            save_atomically(shard, copy)
-        done += answer_tokens(shard)
-    return done
+            save_atomically(load_shard(path), copy)
+        done += answer_tokens(load_shard(copy))
+    return sum(answer_tokens(load_shard(path)) for path in shard_files(out))

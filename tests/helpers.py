@@ -325,3 +325,13 @@ def chi_square_p(counts: Sequence[float], probs: Sequence[float], least: float =
     distance = sum((count - mean) ** 2 / mean for count, mean in cells)
     half = torch.tensor([(len(cells) - 1) / 2, distance / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def assert_rounds_leave_what_a_prefill_leaves(target: Any, limit: float) -> None:
+    """After rounds of trees the states are those of a fresh run over the tokens that were committed."""
+    state = target.begin([list(PROMPT)], 40)
+    for token in range(6):
+        state.extend([[token, 8, 15, 16]], [[-1, 0, 0, 2]])
+        state.commit([[0, 2, 3]])
+    ids = [*PROMPT, *(t for token in range(6) for t in (token, 15, 16))]
+    assert_same_tensors(committed_tensors(state), committed_tensors(target.begin([ids])), limit)

@@ -11,10 +11,8 @@ from outrider.rounds import Round
 LARGEST_UNIT = 1e9
 TOGETHER = 8  # rows that kernels and matrix units take together: one more begins another group of them
 GROUPS = 8  # wider passes count as the last group
-NODE, NODE_TRUST = (
-    0.01,
-    0.1,
-)  # a row more within a group, as a share of a plain pass, and the squared rows that this is worth
+# a row more within a group, as a share of a plain pass, and the squared rows that this is worth
+NODE, NODE_TRUST = 0.01, 0.1
 STEP = 0.1  # of another group, as a share of a plain pass, before any was seen
 TOLD = 0.05  # weight of a pass that tells of the slope among those before
 PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
@@ -29,9 +27,8 @@ class Passes:
 
     def __init__(self) -> None:
         self.weight, self.rows, self.total = ([0.0] * GROUPS for _ in range(3))
-        self.spread = self.rise = (
-            0.0  # of rows, and of rows and seconds together, within groups: means over the passes that tell
-        )
+        # of rows, and of rows and seconds together, within groups: means over the passes that tell
+        self.spread = self.rise = 0.0
 
     def see(self, rows: int, seconds: float, weight: float) -> None:
         """Count a pass; one that took far longer than expected saw other processes, and counts as far as `Fit.CLIP` allows."""
@@ -58,10 +55,8 @@ class Passes:
         if len(seen) > 1:  # as between the groups that were seen
             (x0, y0), (x1, y1) = (self._mean(g) for g in (seen[0], seen[-1]))
             step = max(0.0, (y1 - y0 - slope * (x1 - x0)) / (seen[-1] - seen[0]))
-        starts, near = (
-            list[tuple[float, float]](),
-            (1.0, plain),
-        )  # of each group: rows and seconds of a point on its line
+        # of each group: rows and seconds of a point on its line
+        starts, near = list[tuple[float, float]](), (1.0, plain)
         for group in range(GROUPS):
             if group in seen:
                 near = self._mean(group)

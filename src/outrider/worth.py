@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-FIRST, NEXT = (
-    0.6,
-    0.8,
-)  # before anything was seen: how often the first node is kept, and each next one by that of the one before
+# before anything was seen: how often the first node is kept, and each next one by that of the one before
+FIRST, NEXT = 0.6, 0.8
 BELIEF = 2.0  # rounds that this is worth
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.models.convert import first_line
+from outrider.models.factor_model import FactorTreeModel
 from outrider.models.lean import LeanTreeModel
 from outrider.models.protocol import TreeModel
 from outrider.models.taps import decoder_layers
@@ -47,6 +48,8 @@ def _first_layers(target: Any, model: PreTrainedModel, layers: int) -> Any:
     shallow = type(target)(shortened(model, layers))
     if isinstance(target, CachedTreeModel):
         vars(shallow)["packed"] = target.packed
+    if isinstance(target, FactorTreeModel):
+        vars(shallow)["kernels"] = target.kernels
     return shallow
 
 

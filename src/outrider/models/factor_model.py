@@ -11,7 +11,7 @@ from outrider.mixers.samples import Size
 from outrider.models.mixer_calls import missing
 from outrider.models.streaming import streaming
 from outrider.models.tree_model import NODES, CachedTreeModel, Unsupported
-from outrider.native.delta import delta_kernels
+from outrider.native.delta import DeltaKernel, delta_kernels
 from outrider.topology import Switch
 
 
@@ -34,7 +34,11 @@ class FactorTreeModel(CachedTreeModel):
             raise Unsupported("a layer keeps several states of a kind")
         self.way = "factors, tree mask"
         self.pick: Pick = Switch(self.device)
-        self.kernels = {} if streaming(model) else delta_kernels(self.mixers)
+
+    @cached_property
+    def kernels(self) -> dict[int, DeltaKernel]:
+        """Compiled mixers by layer, made when trees are first scored: they lay out weights of their own."""
+        return {} if streaming(self.model) else delta_kernels(self.mixers)
 
     def new_states(self, batch: int) -> FactorStates:
         """Recurrent states of so many rows."""

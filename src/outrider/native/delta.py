@@ -6,7 +6,7 @@ Shapes: B rows, N nodes, M pending nodes, D width, C convolved channels, H value
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from outrider.mixers.rules import DELTA
 from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import Unavailable, library
-from outrider.native.linear import DTYPES, FEW_ROWS
+from outrider.native.linear import FEW_ROWS, check_weights
 
 if TYPE_CHECKING:
     from outrider.cache.factor_states import LayerStates
@@ -56,19 +56,14 @@ class DeltaKernel:
         linears += [mixer.g_proj, mixer.o_proj]
         weights = [None if linear is None else linear.weight.detach() for linear in linears]
         self.dtype, self.width = mixer.q_proj.weight.dtype, mixer.q_proj.in_features
-        for weight in weights:
-            if weight is None:
-                continue
-            if self.dtype not in DTYPES or weight.dtype is not self.dtype or weight.device.type != "cpu":
-                raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {weight.dtype} on {weight.device}")
-            if not weight.is_contiguous():
-                raise ValueError("the kernels want weights row after row")
+        there = [weight for weight in weights if weight is not None]
+        check_weights(there, self.dtype)
         self.key, self.value, self.taps = mixer.key_size, mixer.value_size, mixer.taps
         self.key_heads, self.heads = len(mixer.q_proj.weight) // self.key, len(mixer.v_proj.weight) // self.value
         weight_CW, shift = mixer.convolution()
         parts = (weight_CW.T, shift, mixer.dt_bias, -mixer.A_log.float().exp(), mixer.o_norm.weight)
         small = [part.detach().float().contiguous() for part in parts]
-        layout = Layout(weight for weight in weights if weight is not None)
+        layout = Layout(there)
         self._held = weights, small, layout
         self._mixer = _Delta(
             weights[0].element_size() if weights[0] is not None else 0,
@@ -101,17 +96,15 @@ class DeltaKernel:
         """
         x_BND, batch = x_BND.contiguous(), nodes.batch
         out_BND = torch.empty_like(x_BND)
-        due_B, path_BL = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, capacity, dtype=torch.int64)
-        for row, path_L in held.due.items():
-            due_B[row] = len(path_L)
-            path_BL[row, : len(path_L)] = path_L
-        held.due = {}
         inputs_BSC = held.room_for_inputs(capacity)
         sizes = {"k": (self.key_heads, self.key), "u": (self.heads, self.value), "g": (self.heads, 1)}
         factors = held.room_for_factors(DELTA, sizes, batch, capacity)
         room = factors["k"].shape[1]
-        if room != capacity:
-            path_BL = torch.nn.functional.pad(path_BL, (0, room - capacity))
+        due_B, path_BL = (c_int64 * batch)(), (c_int64 * (batch * room))()
+        for row, path_L in held.due.items():
+            due_B[row] = len(path_L)
+            path_BL[row * room : row * room + len(path_L)] = path_L.tolist()
+        held.due = {}
         assert held.state_B is not None and all(t.is_contiguous() for t in factors.values())
         window = nodes.window(held.window, self.taps, inputs_BSC.shape[1])
         call = _Nodes(
@@ -128,8 +121,8 @@ class DeltaKernel:
             held.state_B.data_ptr(),
             inputs_BSC.data_ptr(),
             *(factors[name].data_ptr() for name in ("k", "u", "g")),
-            due_B.data_ptr(),
-            path_BL.data_ptr(),
+            addressof(due_B),
+            addressof(path_BL),
             out_BND.data_ptr(),
         )
         if self._call(byref(self._mixer), byref(call)):

@@ -5,7 +5,7 @@ Shapes: M rows, K inputs, V outputs, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import byref
 
 import torch
@@ -16,6 +16,19 @@ from outrider.native.library import Unavailable, library
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW_ROWS = 32  # from here on torch's products are as fast or faster
+
+
+def check_weights(weights: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Refuse weights that the kernels do not read.
+
+    Raises:
+        ValueError: in that case.
+    """
+    for weight in weights:
+        if weight.device.type != "cpu" or dtype not in DTYPES or weight.dtype is not dtype:
+            raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {weight.dtype} on {weight.device}")
+        if not weight.is_contiguous():
+            raise ValueError("the kernels want weights row after row")
 
 
 class RowProduct:
@@ -39,11 +52,9 @@ class RowProduct:
         weights = [weight.detach() for weight in weights]
         biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
         self.dtype, self.inputs = weights[0].dtype, weights[0].shape[1]
-        for weight in weights:
-            if weight.device.type != "cpu" or self.dtype not in DTYPES or weight.dtype is not self.dtype:
-                raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {weight.dtype} on {weight.device}")
-            if not weight.is_contiguous() or weight.shape[1] != self.inputs:
-                raise ValueError("the kernels want weights of one width, row after row")
+        check_weights(weights, self.dtype)
+        if any(weight.shape[1] != self.inputs for weight in weights):
+            raise ValueError("the kernels want weights of one width")
         self._held = weights, biases
         self._bytes, self.outs = weights[0].element_size(), sum(map(len, weights))
         self._most = FEW_ROWS * self.inputs
@@ -102,8 +113,7 @@ class RowNorm:
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         self._call = library().outrider_norm
         self.dtype, self.width, self.epsilon = weight.dtype, len(weight), epsilon
-        if self.dtype not in DTYPES or weight.device.type != "cpu":
-            raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {self.dtype} on {weight.device}")
+        check_weights([weight], self.dtype)
         self._weight, self._bytes = weight.detach().float().contiguous(), weight.element_size()
         self._at, self._most = self._weight.data_ptr(), FEW_ROWS * self.width
 

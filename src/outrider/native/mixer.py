@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.native.layout import Layout, LinearStructure
 from outrider.native.library import library
-from outrider.native.linear import DTYPES
+from outrider.native.linear import check_weights
 
 if TYPE_CHECKING:
     from outrider.cache.factors import LayerFactors
@@ -51,10 +51,7 @@ class MixerKernel:
         self._call = library().outrider_mixer
         weights = [mixer.in_proj.weight.detach(), mixer.out_proj.weight.detach()]
         self.dtype, self.width, self.heads = weights[0].dtype, weights[0].shape[1], mixer.num_heads
-        if self.dtype not in DTYPES or weights[0].device.type != "cpu":
-            raise ValueError(f"the kernels compute bf16 or float32 on a CPU, not {self.dtype} on {weights[0].device}")
-        if not all(weight.is_contiguous() for weight in weights):
-            raise ValueError("the kernels want weights row after row")
+        check_weights(weights, self.dtype)
         convolution, shift = mixer.conv
         parts = (convolution, shift, mixer.dt_bias, mixer.A, mixer.D, mixer.norm.weight)
         small = [part.detach().float().contiguous() for part in parts]

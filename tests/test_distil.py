@@ -13,6 +13,7 @@ import torch
 from families import tiny
 from outrider.api import Engine
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
+from outrider.drafters.folder import load_module
 from outrider.models import files
 from outrider.models.fingerprint import fingerprint
 from outrider.train import boost as boost_module
@@ -22,10 +23,10 @@ from outrider.train.batches import make_batch
 from outrider.train.data import make_data, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import compute_features, examples
-from outrider.train.kinds import Plan
+from outrider.train.kinds import Plan, make_student, save_student
 from outrider.train.llama_student import LlamaStudent
 from outrider.train.prune import choose_layers, laws, prune
-from outrider.train.students import HeadStudent, new_head
+from outrider.train.students import HeadStudent, frequent_tokens, new_head
 from outrider.train.workshop import distil
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, same_text, save_target, succeed
 
@@ -44,13 +45,45 @@ def test_a_head_folder_is_whole(head: Path, engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [("--kind", "mamba", "--layers", 1), ("--kind", "llama", "--layers", 1), ("--core", "ssm"), ("--core", "hybrid")],
+    [
+        ("--kind", "mamba", "--layers", 1),
+        ("--kind", "llama", "--layers", 1, "--neurons", 32),
+        ("--core", "ssm", "--optimizer", "adamw"),
+        ("--core", "hybrid"),
+    ],
     ids=lambda options: options[1],
 )
 def test_distil_makes_every_kind(engine: Engine, target: Path, data: Path, tmp_path: Path, options: tuple) -> None:
     found = succeed("distil", "--target", target, "--data", data, "--out", tmp_path / "d", *options, *TRAINING)
     assert found["measured_acceptance_length"] == pytest.approx(found["predicted_acceptance_length"], rel=0.2)
     same_text(engine, str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "llama", "head"])
+def test_neurons_are_a_drafters_width(engine: Engine, data: Path, tmp_path: Path, kind: str) -> None:
+    settings = DistilSettings(minutes=0.01, draft_vocab=100)
+    _, held, _ = head_student(engine, data)
+    sizes = []
+    for neurons in (32, 64):
+        plan = Plan(kind, taps=(0, 1), layers=None if kind == "head" else 1, neurons=neurons)
+        student = make_student(engine, plan, held, settings, tmp_path)
+        sizes.append(sum(p.numel() for p in student.module.parameters() if p.requires_grad))
+    assert sizes[1] - sizes[0] == 3 * 32 * engine.model.config.hidden_size
+
+
+def test_a_trained_drafter_keeps_its_draft_vocabulary_unless_told(
+    engine: Engine, data: Path, head: Path, tmp_path: Path
+) -> None:
+    taps = tuple(json.loads((head / "config.json").read_text())["head"]["taps"])
+    found, plan = examples(data, taps), Plan(taps=taps, init=str(head))
+    known = load_module(head, None)
+    kept = make_student(engine, plan, found, DistilSettings(minutes=1), tmp_path)
+    assert torch.equal(kept.draft_ids, known.draft_ids)
+    less = make_student(engine, plan, found, DistilSettings(minutes=1, draft_vocab=50), tmp_path)
+    assert torch.equal(less.draft_ids, frequent_tokens(found, 50, engine.target.vocab)) and less.cut_CD.shape[0] == 50
+    assert isinstance(less, HeadStudent) and less.head.config.draft_vocab == 50
+    save_student(engine, plan, less, tmp_path / "out", {"fingerprint": fingerprint(engine.model)}, "")
+    same_text(engine, str(tmp_path / "out"))
 
 
 def test_distil_goes_on_after_a_kill(engine: Engine, data: Path, tmp_path: Path) -> None:
@@ -89,6 +122,9 @@ def test_distil_mistakes_are_one_line(
     assert "written by" in attempt(target=save_target(tmp_path / "other", seed=4))
     assert "parrot" in attempt("--kind", "parrot")
     assert "hinge" in attempt("--loss", "hinge")
+    assert "sgd" in attempt("--optimizer", "sgd")
+    assert "--neurons" in attempt("--neurons", 0)
+    assert "--neurons" in attempt("--neurons", 8, "--init", head)
     assert "--taps" in attempt("--taps", "first")
     assert "last layer" in attempt("--taps", "0")
     assert "to start from" in attempt("--kind", "llama", "--init", tmp_path)

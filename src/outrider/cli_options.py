@@ -47,8 +47,13 @@ Ramp = Annotated[
 Loss = Annotated[str, typer.Option(help="kl, reverse_kl, tv (total variation) or acceptance.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 DraftVocab = Annotated[
-    str, typer.Option(help="Most frequent tokens that are drafted, such as 12k; more than there are takes all.")
+    str | None,
+    typer.Option(
+        help="Most frequent tokens that are drafted; more than there are takes all. Default: 12k, or those of --init."
+    ),
 ]
+OptimizerName = Annotated[str, typer.Option(help="Of matrices: muon or adamw; all else has adamw.")]
+Neurons = Annotated[int | None, typer.Option(help="Feed-forward neurons of every block of a fresh drafter: its width.")]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a training batch.")]
 Taps = Annotated[
     str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
@@ -126,18 +131,29 @@ def settings_from(
     ramp: float,
     loss: str,
     rate: float,
-    draft_vocab: str,
+    draft_vocab: str | None,
     batch_tokens: int,
     seed: int,
+    optimizer: str = "muon",
 ) -> DistilSettings:
     from outrider.train.distil import DistilSettings
 
-    count = parse_count(draft_vocab, "--draft-vocab")
+    count = None if draft_vocab is None else parse_count(draft_vocab, "--draft-vocab")
+    if count == 0:
+        raise ValueError("--draft-vocab 0 leaves nothing to draft; give 1 or more")
     steps = steps if kind == "head" else 1  # others read nothing of the target that could be unrolled
-    return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed)
+    return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed, optimizer)
 
 
-def plan_from(kind: str, core: str, taps: str, layers: int | None, init: str | None, held_out: str) -> Plan:
+def plan_from(
+    kind: str,
+    core: str,
+    taps: str,
+    layers: int | None,
+    init: str | None,
+    held_out: str,
+    neurons: int | None = None,
+) -> Plan:
     from outrider.train.kinds import CORES, KINDS, Plan
 
     for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):
@@ -145,7 +161,10 @@ def plan_from(kind: str, core: str, taps: str, layers: int | None, init: str | N
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
     if layers is not None and (kind == "head" or init or layers < 1):
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
+    if neurons is not None and (init or neurons < 1):
+        raise ValueError("--neurons is for fresh drafters, 1 or more; leave it out")
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):
         raise ValueError(f"--taps {taps!r} is not a list of layers; write for example 7,17,29")
     chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()
-    return Plan(kind, core, chosen, layers, init, tuple(name.strip() for name in held_out.split(",") if name.strip()))
+    tasks = tuple(name.strip() for name in held_out.split(",") if name.strip())
+    return Plan(kind, core, chosen, layers, neurons, init, tasks)

@@ -25,6 +25,8 @@ from outrider.cli_options import (
     Layers,
     Loss,
     Minutes,
+    Neurons,
+    OptimizerName,
     Out,
     Patience,
     Ramp,
@@ -160,9 +162,11 @@ def distil(
     ramp: Ramp = 0.6,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
-    draft_vocab: DraftVocab = "12k",
+    optimizer: OptimizerName = "muon",
+    draft_vocab: DraftVocab = None,
     taps: Taps = "",
     layers: Layers = None,
+    neurons: Neurons = None,
     init: Init = None,
     held_out: HeldOut = EVALUATION_TASKS,
     batch_tokens: BatchTokens = 2048,
@@ -176,8 +180,8 @@ def distil(
     json: Json = False,
 ) -> None:
     """Train a drafter on the target's answers and laws; tells the acceptance length that it predicts as it goes."""
-    plan = plan_from(kind, core, taps, layers, init, held_out)
-    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed)
+    plan = plan_from(kind, core, taps, layers, init, held_out, neurons)
+    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
     from outrider.train.workshop import distil as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)
@@ -203,7 +207,7 @@ def prune(
     minutes: Minutes = 10.0,
     loss: Loss = "kl",
     rate: Rate = 5e-4,
-    draft_vocab: DraftVocab = "12k",
+    draft_vocab: DraftVocab = None,
     held_out: HeldOut = EVALUATION_TASKS,
     batch_tokens: BatchTokens = 2048,
     every: Every = 120.0,
@@ -293,9 +297,11 @@ def boost(
     ramp: Ramp = 0.6,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
-    draft_vocab: DraftVocab = "12k",
+    optimizer: OptimizerName = "muon",
+    draft_vocab: DraftVocab = None,
     taps: Taps = "",
     layers: Layers = None,
+    neurons: Neurons = None,
     init: Init = None,
     held_out: HeldOut = EVALUATION_TASKS,
     batch_tokens: BatchTokens = 2048,
@@ -309,8 +315,8 @@ def boost(
     json: Json = False,
 ) -> None:
     """Boost-tune several drafters; use them together as --drafter OUT/1+OUT/2. --minutes are for each."""
-    plan = plan_from(kind, core, taps, layers, init, held_out)
-    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed)
+    plan = plan_from(kind, core, taps, layers, init, held_out, neurons)
+    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
     from outrider.train.boost import boost as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)

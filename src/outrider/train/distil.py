@@ -28,6 +28,8 @@ from outrider.train.losses import LOSSES, head_loss
 from outrider.train.students import Student
 
 Tell = Callable[[int, int, str], None]
+OPTIMIZERS = ("muon", "adamw")
+DRAFT_VOCAB = 12_000
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class DistilSettings:
         loss: a name of `LOSSES`.
         rate: peak learning rate (of Muon, matched to AdamW's scale).
         batch_tokens: tokens of a batch, padding included.
+        draft_vocab: tokens that are drafted; None: as many as the drafter to start from has, or `DRAFT_VOCAB`.
+        optimizer: of matrices, a name of `OPTIMIZERS`; all other parameters have AdamW.
     """
 
     minutes: float = 60.0
@@ -49,12 +53,15 @@ class DistilSettings:
     loss: str = "kl"
     rate: float = 2e-3
     batch_tokens: int = 2048
-    draft_vocab: int = 12288
+    draft_vocab: int | None = None
     seed: int = 0
+    optimizer: str = "muon"
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is unknown; use {', '.join(OPTIMIZERS)}")
         if self.minutes <= 0 or self.steps < 1 or self.rate <= 0 or self.batch_tokens < 64:
             raise ValueError("minutes, steps and rate must be above 0 and batch_tokens at least 64")
         if not 0.0 <= self.ramp < 1.0:
@@ -77,13 +84,17 @@ class Trainer:
         self._resume()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for matrices, AdamW for the rest."""
+        """The chosen one for matrices, AdamW for the rest."""
         matrices = [p for p in self.module.parameters() if p.ndim == 2]
         others = [p for p in self.module.parameters() if p.ndim != 2]
-        return [
-            torch.optim.Muon(matrices, lr=self.settings.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=self.settings.rate, weight_decay=0.0, betas=(0.9, 0.95)),
-        ]
+        rate, betas = self.settings.rate, (0.9, 0.95)
+        if self.settings.optimizer == "muon":
+            first: torch.optim.Optimizer = torch.optim.Muon(
+                matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+            )
+        else:
+            first = torch.optim.AdamW(matrices, lr=rate, weight_decay=0.01, betas=betas)
+        return [first, torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=betas)]
 
     def gain(self, point: dict[str, float]) -> float:
         """How good an evaluation found the student: acceptance length."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from outrider.models.feature_head import FeatureHead
 from outrider.models.files import save_atomically
 from outrider.models.mamba_drafter import MambaBlocks
-from outrider.train.distil import DistilSettings
+from outrider.train.distil import DRAFT_VOCAB, DistilSettings
 from outrider.train.features import Example
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
 from outrider.train.students import HeadStudent, MambaStudent, Student, frequent_tokens, new_head, new_mamba
@@ -33,6 +33,8 @@ class Plan:
         core: of a head: "attention", "ssm" or "hybrid".
         taps: layers of the target that a head reads, the last layer last; by default about 1/4, 3/5 and the last.
         layers: blocks of a fresh stand-alone model; by default 3 of Mamba, 2 of a transformer.
+        neurons: feed-forward neurons of every block of a fresh drafter; by default none of Mamba, 8/3 of its width of a head, and
+            the target's of a transformer.
         init: a folder to start from: a drafter of the same kind to train on, or, for a llama, what `prune` writes.
         held_out: tasks, and FILE.jsonl, on whose held-out prompts acceptance is predicted.
     """
@@ -41,6 +43,7 @@ class Plan:
     core: str = "attention"
     taps: tuple[int, ...] = ()
     layers: int | None = None
+    neurons: int | None = None
     init: str | None = None
     held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
 
@@ -66,17 +69,12 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
             "llama-like target, or `outrider table`"
         )
     if plan.init is not None and plan.kind in ("head", "mamba"):
-        return _known(engine, plan, found, settings, Path(plan.init))
-    vocab = engine.model.config.get_text_config().vocab_size
-    path = run / "draft_ids.safetensors"
-    if not path.exists():
-        ids = frequent_tokens(found, min(settings.draft_vocab, vocab), vocab)
-        save_atomically({"draft_ids": ids}, path)
-    ids = load_file(path)["draft_ids"]
+        return _known(engine, plan, found, settings, run)
+    ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
     if plan.kind == "head":
         return _head(engine, plan, found, settings, ids)
     if plan.kind == "mamba":
-        blocks = new_mamba(engine, found, len(ids), settings.seed, plan.layers or 3)
+        blocks = new_mamba(engine, found, len(ids), settings.seed, plan.layers or 3, plan.neurons or 0)
         blocks.draft_ids = ids
         return MambaStudent(engine, blocks)
     if plan.kind == "llama":
@@ -84,23 +82,37 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
     raise ValueError(f"drafters of kind {plan.kind!r} cannot be trained; use {', '.join(KINDS)}")
 
 
+def _draft_ids(engine: Engine, found: list[Example], count: int, run: Path) -> torch.Tensor:
+    """The most frequent tokens, chosen when a run begins."""
+    path = run / "draft_ids.safetensors"
+    if not path.exists():
+        vocab = engine.model.config.get_text_config().vocab_size
+        save_atomically({"draft_ids": frequent_tokens(found, min(count, vocab), vocab)}, path)
+    return load_file(path)["draft_ids"]
+
+
 def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, ids: torch.Tensor) -> Student:
-    head = new_head(engine, found, plan.taps or default_taps(engine), len(ids), settings.seed, plan.core)
+    taps = plan.taps or default_taps(engine)
+    head = new_head(engine, found, taps, len(ids), settings.seed, plan.core, neurons=plan.neurons)
     head.draft_ids = ids
     return HeadStudent(engine, head)
 
 
-def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, folder: Path) -> Student:
+def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, run: Path) -> Student:
     """A trained head or Mamba, to be trained on; a head may get another core. Its target may be another one of the same width and
-    vocabulary, such as the one that this one was made out of."""
+    vocabulary, such as the one that this one was made out of. The vocabulary head is borrowed, so it may be cut anew."""
     from outrider.drafters.folder import load_module
 
+    folder = Path(plan.init or "")
     module = load_module(folder, None).float()
     config = engine.model.config.get_text_config()
     if module.config.width != config.hidden_size or int(module.draft_ids.max()) >= config.vocab_size:
         raise ValueError(
             f"the drafter in {folder} was made for a target of another width or vocabulary than {engine.name}; start afresh"
         )
+    if settings.draft_vocab not in (None, len(module.draft_ids)):
+        module.draft_ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
+        module.config = replace(module.config, draft_vocab=len(module.draft_ids))
     if isinstance(module, MambaBlocks) and plan.kind == "mamba":
         return MambaStudent(engine, module)
     taps = plan.taps or default_taps(engine)
@@ -129,7 +141,7 @@ def _llama(engine: Engine, plan: Plan, seed: int) -> Any:
     from outrider.models.loading import load_model
 
     if plan.init is None:
-        return new_llama(engine, plan.layers or 2, seed)
+        return new_llama(engine, plan.layers or 2, seed, plan.neurons)
     model = load_model(plan.init, dtype=torch.float32, device=engine.model.device).model
     theirs, ours = model.config.vocab_size, engine.model.config.get_text_config().vocab_size
     if theirs != ours:

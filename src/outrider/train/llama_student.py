@@ -78,8 +78,8 @@ class LlamaStudent:
         return F.linear(out_RD.to(self.cut_CD.dtype), self.cut_CD).float().log_softmax(-1)
 
 
-def new_llama(engine: Engine, layers: int, seed: int) -> PreTrainedModel:
-    """An untrained transformer of the target's width with the target's embedding and vocabulary head."""
+def new_llama(engine: Engine, layers: int, seed: int, neurons: int | None = None) -> PreTrainedModel:
+    """An untrained transformer of the target's width with the target's embedding and vocabulary head, and as many neurons."""
     config = engine.model.config.get_text_config()
     width = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or max(1, width // 64)
@@ -88,7 +88,7 @@ def new_llama(engine: Engine, layers: int, seed: int) -> PreTrainedModel:
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=width,
-            intermediate_size=getattr(config, "intermediate_size", None) or width * 8 // 3,
+            intermediate_size=neurons or getattr(config, "intermediate_size", None) or width * 8 // 3,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,

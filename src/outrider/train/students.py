@@ -153,8 +153,9 @@ def new_head(
     seed: int,
     core: str = "attention",
     window: int = 128,
+    neurons: int | None = None,
 ) -> FeatureHead:
-    """An untrained head for a target."""
+    """An untrained head for a target; with feed-forward neurons of 8/3 of its width if nothing else is said."""
     config = engine.model.config.get_text_config()
     torch.manual_seed(seed)
     heads = max(1, config.hidden_size // 64)
@@ -164,7 +165,7 @@ def new_head(
             taps=taps,
             num_heads=heads,
             num_kv_heads=heads // 3 if heads % 3 == 0 else heads,
-            ffn=config.hidden_size * 8 // 3 // 64 * 64 or 64,
+            ffn=neurons or config.hidden_size * 8 // 3 // 64 * 64 or 64,
             draft_vocab=min(draft_vocab, config.vocab_size),
             core=core,
             window=window,

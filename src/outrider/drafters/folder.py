@@ -111,15 +111,27 @@ def read_priors(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def sharpness(known: dict[str, Any]) -> float:
+    """The scale of scores that suits a drafter where tokens are drawn (`train/sharpness.py`), out of what is known about it."""
+    scale = known.get("sharpness", 1.0)
+    if not isinstance(scale, (int, float)) or not 0 < scale < 100:
+        raise ValueError(f"the drafter's sharpness is {scale!r} and no scale; train it again, or leave the entry out")
+    return float(scale)
+
+
 def _load(folder: Path, target: PreTrainedModel) -> Drafter:
-    if read_config(folder, target)["drafter"] == "table":
+    config = read_config(folder, target)
+    if config["drafter"] == "table":
         return TableDrafter(NgramTable(folder / "model.safetensors"))
     borrowed = target.get_input_embeddings(), target.get_output_embeddings()
     module = load_module(folder, target)
     if isinstance(module, FeatureHead):
-        return HeadDrafter(HeadModel(module, *borrowed))
-    model = MambaModel(module, *borrowed)
-    return LMDrafter(model, "mamba", model.vocab)
+        drafter: LMDrafter = HeadDrafter(HeadModel(module, *borrowed))
+    else:
+        model = MambaModel(module, *borrowed)
+        drafter = LMDrafter(model, "mamba", model.vocab)
+    drafter.sharpness = sharpness(config)
+    return drafter
 
 
 def load_module(folder: Path, target: PreTrainedModel | None) -> FeatureHead | MambaBlocks:

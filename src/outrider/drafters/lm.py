@@ -72,6 +72,7 @@ class LMDrafter:
         self.model, self.name = model, name
         self.vocab = min(model.vocab, vocab or model.vocab)
         self.draft_ids: Tensor | None = getattr(model, "draft_ids", None)
+        self.sharpness = 1.0  # scale of its scores where tokens are drawn under the coupled rule
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.drafters.folder import sharpness
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.vocabulary import shared_vocabulary
 from outrider.models.draft_vocab import CutHead
@@ -75,4 +76,6 @@ def load_small_lm(
             model.speak_through(head)
         else:
             loaded.model.set_output_embeddings(head)
-    return LMDrafter(model, "llama", limit)
+    drafter = LMDrafter(model, "llama", limit)
+    drafter.sharpness = sharpness(about)
+    return drafter

@@ -26,6 +26,7 @@ from outrider.train.kinds import Plan, default_taps, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
 from outrider.train.prune import TEXTS, prune
+from outrider.train.sharpness import best_sharpness
 from outrider.train.students import Student
 from outrider.train.table import make_table
 
@@ -132,7 +133,9 @@ def distil(
     check_laws(engine, student, held[0])
     trainer = Trainer(student, settings, out / "run")
     train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
-    known = about(engine, data, **_facts(plan, settings, trainer, student, answered))
+    sharpness, agreement = best_sharpness(student, held)
+    drawn = {"sharpness": sharpness, "drawn_agreement": {str(s): agreement[s] for s in (1.0, sharpness)}}
+    known = about(engine, data, **_facts(plan, settings, trainer, student, answered), **drawn)
     save_student(engine, plan, student, out, known, _card(plan, known))
     known["measured_acceptance_length"] = measured_acceptance(engine, out, held)
     save_student(engine, plan, student, out, known, _card(plan, known))

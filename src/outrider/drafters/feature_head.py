@@ -54,7 +54,7 @@ class HeadModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, head.draft_ids)
         self.draft_ids = self.cut.ids
-        self.packed = Packed(nn.ModuleList([self.head, self.cut]))
+        self.packed = Packed(nn.ModuleList([self.head, self.cut]), rounds=True)
         self.native, self.kernels = native_head(self.head), mixer_kernels(self.head.modules())
         self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
 

@@ -44,7 +44,7 @@ class NativeHead:
         )
         eps = head.out_norm.eps
         assert eps is not None
-        self.decoder = Decoder([layer], self.heads, self.groups, size, "silu", eps, head.out_norm.weight)
+        self.decoder = Decoder([layer], self.heads, self.groups, size, "silu", eps, head.out_norm.weight, rounds=True)
         self._table = self._rotations(512)
 
     def __call__(

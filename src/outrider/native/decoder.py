@@ -124,6 +124,7 @@ class Decoder:
 
     Args:
         lying: read weights as they lie instead.
+        rounds: rounded to bytes, as a drafter's may be (`Layout`).
 
     Raises:
         Unavailable: without compiled kernels.
@@ -140,6 +141,7 @@ class Decoder:
     unembed: nn.Linear | None = None
     layouts: tuple[Layout, ...] = ()
     lying: bool = False
+    rounds: bool = False
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +181,7 @@ class Decoder:
             raise ValueError("the kernels want weights of one dtype, row after row")
         new = [weight for weight in weights if not self._layout_of(weight).address(weight)]
         if new and not self.lying:
-            self.layouts = (*self.layouts, Layout(new))
+            self.layouts = (*self.layouts, Layout(new, self.rounds))
 
     def _layout_of(self, weight: Tensor) -> Layout:
         return next((layout for layout in self.layouts if layout.address(weight)), Layout([]))

@@ -27,6 +27,7 @@ SOURCES = (
     "sums.cpp",
     "rows.h",
     "products.h",
+    "rounded.h",
     "steps.h",
     "lanes.h",
 )

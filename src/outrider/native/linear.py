@@ -41,13 +41,16 @@ class RowProduct:
         weights: [V, K] each.
         biases: of each, [V] or None.
         laid: lay them out.
+        rounds: rounded to bytes, as a drafter's may be (`Layout`).
 
     Raises:
         Unavailable: without compiled kernels.
         ValueError: for weights that the kernels do not read.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], laid: bool = False) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], laid: bool = False, rounds: bool = False
+    ) -> None:
         self._call = library().outrider_product
         weights = [weight.detach() for weight in weights]
         biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
@@ -59,7 +62,7 @@ class RowProduct:
         self._bytes, self.outs = weights[0].element_size(), sum(map(len, weights))
         self._most = FEW_ROWS * self.inputs
         self._layout: Layout | None = None
-        self._is_to_be_laid = laid and all(map(fits, weights))
+        self._is_to_be_laid, self._rounds = laid and all(map(fits, weights)), rounds
         self._point()
 
     def _point(self) -> None:
@@ -77,7 +80,7 @@ class RowProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs [..., V] of an input [..., K] in the dtype of the weights."""
         if self._is_to_be_laid:
-            self._layout, self._is_to_be_laid = Layout(self._held[0]), False
+            self._layout, self._is_to_be_laid = Layout(self._held[0], self._rounds), False
             self._point()
         x = x.contiguous()
         shape = x.shape
@@ -90,11 +93,11 @@ class RowProduct:
 
 
 def row_product(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, laid: bool = False
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, laid: bool = False, rounds: bool = False
 ) -> RowProduct | None:
     """The product by the kernels; None where they do not compute it."""
     try:
-        return RowProduct(weights, biases or [None] * len(weights), laid)
+        return RowProduct(weights, biases or [None] * len(weights), laid, rounds)
     except (Unavailable, ValueError):
         return None
 

@@ -52,6 +52,15 @@ void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inp
     else products_of<float>(m, count, inputs, x, rows, out, stride, threads);
 }
 
+// Whether products of bytes are faster than those of two.
+int outrider_multiplies_bytes() {
+#if defined(__AVX512VNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // A weight [outs, K] with at least sixteen outputs and inputs of whole four bytes, laid out for products: as many numbers and the last
 // tile's overlap.
 void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, int64_t threads) {

@@ -201,13 +201,11 @@ class Sampler:
     def picker(self, ids: Sequence[int], tree: TokenTree, logits_NV: Tensor) -> Callable[[int], int]:
         """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
 
-        Only nodes that the walk visits are processed, each with its own path. Elsewhere than on a CPU, where waiting for the
-        device costs more than its work, all nodes are, in one go, unless processors want to see their paths.
+        Without processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a
+        CPU all others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
         """
-        if not self.processors and logits_NV.device.type != "cpu":
+        if not self.processors and (self.greedy or logits_NV.device.type != "cpu"):
             return self._picks(len(ids), tree, logits_NV).__getitem__
-        if self.greedy and not self.processors:
-            return lambda node: self._picked(logits_NV[node : node + 1], logits_NV[node : node + 1])[0]
         return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
 
     def _picks(self, length: int, tree: TokenTree, logits_NV: Tensor) -> list[int]:

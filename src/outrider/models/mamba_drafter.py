@@ -115,7 +115,7 @@ class MambaModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, blocks.draft_ids)
         self.draft_ids = self.cut.ids
-        self.packed = Packed(nn.ModuleList([self.blocks, self.cut]), rounds=True)
+        self.packed = Packed(self.blocks, rounds=True)
         self.sizes = [m.sizes() for m in blocks.modules() if isinstance(m, MambaMixer)]
         self.kernels = mixer_kernels(blocks.modules())
 

@@ -27,6 +27,7 @@ from outrider.models.streaming import streamed_parts, streaming
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import Unsupported
 from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
+from outrider.native.embedding import embedded
 from outrider.native.library import Unavailable, library
 
 STREAMED_CHUNK = 512  # every chunk of a prompt reads the disk
@@ -124,7 +125,7 @@ class NativeTreeModel(LeanTreeModel):
         taps: Sequence[int],
         logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        stream_BND = self.embedding(ids_BN).contiguous()
+        stream_BND = embedded(self.embedding, ids_BN)
         end = cache.start + ids_BN.shape[1]
         attended = Attended(
             rotations=[self._rotations(kind, stream_BND, positions_BN, end) for kind in self.kind_names],

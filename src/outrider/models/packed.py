@@ -164,16 +164,16 @@ class Product:
 
     With compiled kernels weights are laid out when they are first used. Else they are joined; on machines that gain
     nothing from packing, the layers' own weights then become views of the joined one, so that nothing is held twice; not so
-    with `passing`, for a product that is forgotten before the layers' weights are.
+    with `passing`, for a product that is forgotten before the layers' weights are. `rounds`: as for `Packed`.
     """
 
-    def __init__(self, *layers: Any, passing: bool = False) -> None:
+    def __init__(self, *layers: Any, passing: bool = False, rounds: bool = False) -> None:
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
-        self.few = row_product(weights, [layer.bias for layer in layers], laid=not passing)
+        self.few = row_product(weights, [layer.bias for layer in layers], not passing, rounds)
         self.packed, self.apart = False, weights
         if self.few:
             return

@@ -335,4 +335,13 @@ int outrider_pass(const Model* model, const Pass* pass) {
         else Run<float>(*model, *pass, space)();
     });
 }
+
+// Keys and values of some slots of every layer, in rising order, to consecutive slots from `target` on: of `groups` heads from `begin` on.
+void outrider_move(int64_t layers, void* const* keys, void* const* values, int64_t begin, int64_t groups, int64_t room, int64_t size,
+                   const int64_t* slots, int64_t count, int64_t target) {
+    for (int64_t i = 0; i < 2 * layers * groups; i++) {
+        char* held = static_cast<char*>((i % 2 ? values : keys)[i / 2 / groups]) + (begin + i / 2 % groups) * room * size;
+        for (int64_t at = 0; at < count; at++) memmove(held + (target + at) * size, held + slots[at] * size, size);
+    }
+}
 }

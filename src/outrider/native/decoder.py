@@ -93,6 +93,13 @@ class Held:
         self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
         self.keys, self.values = (ctypes.addressof(at) for at in self._at)
 
+    def move(self, row: int, slots: Sequence[int], target: int) -> None:
+        """Gather rising slots of a row into consecutive ones from `target` on, none of which lies behind its source."""
+        like = self._tensors[0][0]
+        groups, size, places = like.shape[1], like.shape[3] * like.element_size(), (c_int64 * len(slots))(*slots)
+        both, heads = (self.keys, self.values), (row * groups, groups)
+        library().outrider_move(self.layers, *both, *heads, self.room, size, places, len(slots), target)
+
     def layer(self, index: int) -> Held:
         """Those of one layer."""
         keys, values = self._tensors

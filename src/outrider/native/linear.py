@@ -5,6 +5,7 @@ Shapes: M rows, K inputs, V outputs, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from ctypes import byref
 
@@ -72,6 +73,20 @@ class RowProduct:
         self._parts = (LinearStructure * len(parts))(*parts)
         self._at, self._count = byref(self._parts), len(parts)
 
+    def _lay_out(self) -> None:
+        if self._is_to_be_laid:
+            self._layout, self._is_to_be_laid = Layout(self._held[0], self._rounds), False
+            self._point()
+
+    def beside(self, weight: Tensor) -> RowProduct:
+        """The same product with the outputs of another weight behind, which is read as it lies."""
+        self._lay_out()
+        check_weights([weight], self.dtype)
+        made, (weights, biases) = copy.copy(self), self._held
+        made._held, made.outs = ([*weights, weight], [*biases, None]), self.outs + len(weight)
+        made._point()
+        return made
+
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels multiply this input."""
         few = self._is_to_be_laid or self._layout is not None or x.numel() <= self._most
@@ -79,9 +94,7 @@ class RowProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs [..., V] of an input [..., K] in the dtype of the weights."""
-        if self._is_to_be_laid:
-            self._layout, self._is_to_be_laid = Layout(self._held[0], self._rounds), False
-            self._point()
+        self._lay_out()
         x = x.contiguous()
         shape = x.shape
         out = x.new_empty(*shape[:-1], self.outs)

@@ -1,4 +1,4 @@
-// Products, norms and the highest numbers of a few rows, one call each, and weights laid out for products.
+// Products and norms of a few rows, one call each, and weights laid out for products.
 
 #include "rows.h"
 
@@ -20,30 +20,39 @@ void norms_of(const float* weight, float epsilon, int64_t width, const void* x, 
         normed(static_cast<const T*>(x) + at, weight, epsilon, width, static_cast<T*>(out) + at);
 }
 
+// Rows of numbers, normed by parts, side by side, and multiplied.
+struct Joined {
+    int64_t bytes, parts, width;
+    float epsilon;
+    const float* const* norms;  // [parts] of [D]
+    Linear linear;              // [outs, parts * D]
+};
+
 template <class T>
-void highest_of(const T* x, int64_t width, int64_t* token, float* highest) {
-    Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, where = lanes, odd = {};
-    Floats most = Floats{} - INFINITY;
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES, lanes += LANES) {
-        const Floats some = load(x + i);
-        where = some > most ? lanes : where;
-        most = some > most ? some : most;
-        odd |= some != some;
+void joined(const Joined& m, const void* const* rows, int64_t count, void* out, int64_t threads, Workspace& space) {
+    const int64_t inputs = m.parts * m.width;
+    space.begin(space.padded<T>(count * inputs));
+    T* normal = space.take<T>(count * inputs);
+#pragma omp parallel num_threads(int(threads))
+    {
+        each(count * m.parts, [&](int64_t i) {
+            normed(static_cast<const T*>(rows[i]), m.norms[i % m.parts], m.epsilon, m.width, normal + i * m.width);
+        });
+        product(m.linear, inputs, normal, count, static_cast<T*>(out), m.linear.outs);
     }
-    *token = width, *highest = -INFINITY;
-    auto take = [&](int64_t at, float found) {
-        if (found > *highest || (found == *highest && at < *token)) *token = at, *highest = found;
-    };
-    bool is_odd = false;
-    for (int lane = 0; lane < LANES; lane++) take(where[lane], most[lane]), is_odd |= odd[lane] != 0;
-    for (; i < width; i++) take(i, value(x[i])), is_odd |= value(x[i]) != value(x[i]);
-    if (is_odd) *token = 0, *highest = NAN;
 }
 
 }  // namespace
 
 extern "C" {
+
+// out [M, outs] of rows [M, parts] of numbers each; 0, or 1 where there is no memory.
+int outrider_joined(const Joined* m, const void* const* rows, int64_t count, void* out, int64_t threads) {
+    return in_workspace([&](Workspace& space) {
+        if (m->bytes == 2) joined<bf16>(*m, rows, count, out, threads, space);
+        else joined<float>(*m, rows, count, out, threads, space);
+    });
+}
 
 // Products of x [M, K] with `count` weights [outs, K], side by side in rows of `stride` numbers, all of two or four bytes a number.
 void outrider_product(int64_t bytes, const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out,
@@ -72,12 +81,5 @@ void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t i
 void outrider_norm(int64_t bytes, const float* weight, float epsilon, int64_t width, const void* x, int64_t rows, void* out) {
     if (bytes == 2) norms_of<bf16>(weight, epsilon, width, x, rows, out);
     else norms_of<float>(weight, epsilon, width, x, rows, out);
-}
-
-// The highest number of each row of x [M, V] and where it is, the first place of several; NaN where there is one.
-void outrider_highest(int64_t bytes, const void* x, int64_t rows, int64_t width, int64_t* tokens, float* highest) {
-    for (int64_t row = 0; row < rows; row++)
-        if (bytes == 2) highest_of(static_cast<const bf16*>(x) + row * width, width, tokens + row, highest + row);
-        else highest_of(static_cast<const float*>(x) + row * width, width, tokens + row, highest + row);
 }
 }

@@ -23,6 +23,7 @@ from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
 from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
 from outrider.models.feature_head import Attend, FeatureHead
+from outrider.models.inference import inference
 from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.native_head import native_entry, native_head
 from outrider.models.packed import Packed
@@ -115,7 +116,7 @@ class HeadState(DraftState):
         """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row. They become features when they
         are needed: rounds that draft nothing should cost nothing."""
         for row, hidden_TF in enumerate(hidden):
-            if len(hidden_TF):
+            if hidden_TF.shape[0]:
                 self.raw[row].append(hidden_TF)
 
     def _read(self) -> None:
@@ -144,7 +145,7 @@ class HeadState(DraftState):
             positions = torch.from_numpy(positions_BN).to(model.device)
             attend = self._attend(start, start + new) if model.head.attends else None
             outputs = model.head.block(x_BND, positions, attend, scan)
-        for known, new_ND in zip(self.outputs, outputs):
+        for known, new_ND in zip(self.outputs, outputs.unbind()):
             known += new_ND.unbind()
         return outputs
 
@@ -191,7 +192,7 @@ class HeadState(DraftState):
             found.append(seen[first + depth] if first + depth < len(seen) else outputs[parent])
         return found
 
-    @torch.inference_mode()
+    @inference
     def commit(self, paths: Rows) -> None:
         """A path per row joins the committed state."""
         base = max(self.lengths)
@@ -211,7 +212,7 @@ class HeadState(DraftState):
             if drop > 0:
                 self.seen[row], self.first[row] = self.seen[row][drop:], self.first[row] + drop
 
-    @torch.inference_mode()
+    @inference
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.layer.keep(rows)

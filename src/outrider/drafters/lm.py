@@ -144,7 +144,7 @@ class LMDraftState:
     def _follow(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Feed a chain to every row; logits after its last token, [1, V] each."""
         if hasattr(self.state, "follow"):
-            return list(cast(Follower, self.state).follow(tokens)[:, None])
+            return list(cast(Follower, self.state).follow(tokens)[:, None].unbind())
         logits_BNV = self.state.extend(tokens, [range(-1, len(row) - 1) for row in tokens])
         return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits_BNV, tokens)]
 
@@ -179,7 +179,7 @@ class LMDraftState:
         logits_BFV = self.state.extend(tokens, parents)
         for growth, feed in zip(self.growths, feeds):
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
-        return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
+        return [logits_FV[: len(feed)] for logits_FV, feed in zip(logits_BFV.unbind(), feeds)]
 
     def _choose_children(self, growth: _Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outrider.models.inference import inference
 from outrider.models.packed import Product
 from outrider.models.protocol import Rows
 from outrider.models.resident import release
@@ -126,13 +127,13 @@ class DraftState(ABC):
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return what the vocabulary head reads, [B, N, D]."""
 
-    @torch.inference_mode()
+    @inference
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
         with self.model.packed.active():
             return self.vocabulary.logits(self._outputs(tokens, parents))
 
-    @torch.inference_mode()
+    @inference
     def follow(self, tokens: Rows) -> Tensor:
         """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
         with self.model.packed.active():

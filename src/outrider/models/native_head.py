@@ -110,6 +110,8 @@ class NativeHead:
         """
         end = seen_BNS.shape[2]
         keys, values = held.reserve(joined_BND, self.groups, self.size, first + end)
+        if held.beside is None or held.beside[0] != first:
+            held.beside = first, Held([keys[:, :, first:]], [values[:, :, first:]])
         positions_M = positions_BN.reshape(-1)
         longest = int(positions_M.max()) + 1
         if longest > len(self._table[0]):
@@ -119,7 +121,7 @@ class NativeHead:
             places=torch.from_numpy(positions_M),
             seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
             start=end - seen_BNS.shape[1],
-            held=Held([keys[:, :, first:]], [values[:, :, first:]]),
+            held=held.beside[1],
         )
         outputs_BND = self.decoder(joined_BND, attended, hidden=True, beside_BND=beside_BND)[2]
         assert outputs_BND is not None

@@ -18,7 +18,7 @@ FEW_TOKENS = 64  # beyond these torch is as fast
 def places(rows_XD: Tensor) -> list[int]:
     """The addresses of rows of numbers that lie side by side."""
     first, step = rows_XD.data_ptr(), rows_XD.stride(0) * rows_XD.element_size()
-    return [first + row * step for row in range(len(rows_XD))]
+    return [first + row * step for row in range(rows_XD.shape[0])]
 
 
 def token_places(embedding: nn.Embedding, tokens: Sequence[int]) -> tuple[list[int], Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from families import tiny
 from native_kernels import needs_kernels, without_kernels
+from outrider import noise
 from outrider.models.native import NativeTreeModel
 from outrider.native import layout
 from outrider.native.embedding import embedded, token_places
@@ -69,6 +70,34 @@ def test_the_highest_score_does_not_depend_on_threads() -> None:
     finally:
         torch.set_num_threads(before)
     assert found[0][0] == scores.float().argmax(-1).tolist() and found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("size", [1, 16, 51, 1003])
+def test_noise_has_the_bits_that_it_has_without_kernels(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [noise.gumbel(seed, noise.TARGET, seed + 5, size) for seed in range(40)]
+    without_kernels(monkeypatch)
+    for seed, ours in enumerate(found):
+        assert torch.equal(ours, noise.gumbel(seed, noise.TARGET, seed + 5, size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 51, 1003])
+def test_scores_with_noise_are_picked_by_the_same_bits(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    scores = (3 * torch.randn(20, width, generator=generator)).to(dtype)
+    scores[1, width // 2 :] = float("-inf")
+    noise_V = noise.gumbel(0, noise.TARGET, 3, 2 * width)
+    ids = torch.randperm(2 * width, generator=generator)[:width]
+    found = [highest(scores, t, noise_V[:width]) for t in (0.7, 1.0, 1.3)]
+    chosen = [best(scores, 4, 0.7, *given) for given in ((noise_V,), (noise_V, ids))]
+    without_kernels(monkeypatch)
+    assert found == [highest(scores, t, noise_V[:width]) for t in (0.7, 1.0, 1.3)]
+    for ours, plain in zip(chosen, [best(scores, 4, 0.7, *given) for given in ((noise_V,), (noise_V, ids))]):
+        assert [[place for place, _ in row] for row in ours] == [[place for place, _ in row] for row in plain]
+        logs = [[log for row in rows for _, log in row] for rows in (ours, plain)]
+        assert logs[0] == pytest.approx(logs[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,6 +125,7 @@ class Sampler:
         self.greedy = options.temperature == 0
         self.processors = build_processors(options, prompt_length, eos, str(device))
         self.warpers = build_warpers(options)
+        self.bare = not self.processors and not self.warpers  # the law is logits over the temperature, and no more
         self._noise: dict[int, Tensor] = {}
 
     def scores(self, ids: Sequence[Sequence[int]] | None, logits_RV: Tensor) -> Tensor:
@@ -166,6 +167,9 @@ class Sampler:
 
     def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
         """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
+        if self.bare and not self.greedy and logits_V.device.type == "cpu":
+            noise_V = self.noise(len(ids), logits_V.shape[-1], logits_V.device)
+            return self._checked(logits_V[None], *highest(logits_V[None], self.options.temperature, noise_V))[0]
         return self._picked(logits_V[None], self.perturbed([ids], logits_V[None]))[0]
 
     def _picked(self, logits_NV: Tensor, perturbed_NV: Tensor) -> list[int]:
@@ -174,19 +178,17 @@ class Sampler:
         Raises:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
-        checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
         if perturbed_NV.device.type == "cpu":
-            tokens, best = highest(perturbed_NV)
-            found = [*(known_N.tolist() for known_N in checked), best]
-        else:
-            highest_N, tokens_N = perturbed_NV.max(-1)
-            # token ids are whole numbers far below 2**24, which float32 holds exactly
-            tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
-        for known in found[0]:
-            _refuse_not_finite(known)
-        for known in found[-1]:
-            _refuse_impossible(known)
-        return [int(token) for token in tokens]
+            return self._checked(logits_NV if perturbed_NV is not logits_NV else None, *highest(perturbed_NV))
+        checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
+        highest_N, tokens_N = perturbed_NV.max(-1)
+        # token ids are whole numbers far below 2**24, which float32 holds exactly
+        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        return _sound([int(token) for token in tokens], *found)
+
+    def _checked(self, logits_NV: Tensor | None, tokens: list[int], values: list[float]) -> list[int]:
+        """The tokens of rows on the CPU, if their values are sound, and logits that these come from, if any."""
+        return _sound(tokens, *([] if logits_NV is None else [highest(logits_NV)[1]]), values)
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
@@ -239,6 +241,19 @@ def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
             f"logits_processor {processor!r} returned {got}; it must return scores of shape {tuple(before.shape)}"
         )
     return out
+
+
+def _sound(tokens: list[int], *found: list[float]) -> list[int]:
+    """The tokens.
+
+    Args:
+        found: the highest logits of their rows, and last what processing and noise made of them.
+    """
+    for known in found[0]:
+        _refuse_not_finite(known)
+    for known in found[-1]:
+        _refuse_impossible(known)
+    return tokens
 
 
 def _refuse_impossible(highest: float) -> None:

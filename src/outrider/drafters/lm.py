@@ -189,10 +189,12 @@ class LMDraftState:
             return
         growth.levels += 1
         sampler = self.samplers[row]
-        scores_FC, ids_C = self._scores(growth, row, fed, logits_FC, shape)
+        scores_FC, ids_C, temperature = self._scores(growth, row, fed, logits_FC, shape)
         position = len(growth.context) + growth.tree.depths[fed[0]]
         salt, believe = noise.mix(self.stream, self.rounds), bool(shape.budget or shape.ends)
-        chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, believe)
+        chosen = choose(
+            scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, believe, temperature
+        )
         tokens = None if ids_C is None else self._tokens(row)
         found: list[tuple[int, int, Law, float]] = []
         for node, picked in zip(fed, chosen):
@@ -212,8 +214,8 @@ class LMDraftState:
 
     def _scores(
         self, growth: _Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
-    ) -> tuple[Tensor, Tensor | None]:
-        """Processed logits, and the token ids of their columns (None: they are the ids).
+    ) -> tuple[Tensor, Tensor | None, float]:
+        """Processed logits, the token ids of their columns (None: they are the ids), and what they are still to be divided by.
 
         Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
         """
@@ -221,7 +223,9 @@ class LMDraftState:
         ids_C = None if ids_C is None else ids_C.to(sampler.device)
         logits_FC = logits_FC[:, : None if ids_C is None else len(ids_C)].to(sampler.device)
         if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
-            return logits_FC if sampler.greedy else sampler.scores(None, logits_FC), ids_C
+            if sampler.bare and sampler.options.rule == "coupled":
+                return logits_FC, ids_C, sampler.options.temperature or 1.0
+            return logits_FC if sampler.greedy else sampler.scores(None, logits_FC), ids_C, 1.0
         vocab = sampler.vocab
         if ids_C is None:
             logits_FC = logits_FC[:, : min(self.drafter.vocab, vocab)]
@@ -232,7 +236,7 @@ class LMDraftState:
         scores_FV = sampler.scores(paths, logits_FC)
         if sampler.processors and impossible:  # a user's processor may have made them possible again
             scores_FV = scores_FV.masked_fill(logits_FC.isneginf(), float("-inf"))
-        return scores_FV, None
+        return scores_FV, None, 1.0
 
     def _draft_ids(self, row: int) -> Tensor | None:
         """The draft vocabulary of a row."""
@@ -291,6 +295,7 @@ def choose(
     topmost: bool,
     ids_C: Tensor | None = None,
     believe: bool = False,
+    temperature: float = 1.0,
 ) -> list[list[Choice]]:
     """Each frontier node's children in draw order.
 
@@ -298,19 +303,17 @@ def choose(
         topmost: take the best scores (plus the target's noise under the coupled rule). Otherwise, by `draft_sampling`: draws
             without replacement (the sorted race of scores plus noise), or independent draws.
         ids_C: the token ids of the columns, where they are not the ids themselves.
-        believe: whether log probabilities are asked for; those of children without noise come in any case.
+        believe: whether log probabilities are asked for; those of the best come in any case.
+        temperature: what scores are still to be divided by, where the best are taken under the coupled rule.
     """
     size = scores_FC.shape[-1]
-    chosen: list[list[Choice]] = []
     if topmost:
-        noisy_FC = scores_FC
+        noise_V = None
         if sampler.options.rule == "coupled" and not sampler.greedy:
             noise_V = sampler.noise(position, size if ids_C is None else sampler.vocab, scores_FC.device)
-            noisy_FC = scores_FC + (noise_V if ids_C is None else noise_V[ids_C])
-        found = best(noisy_FC, max(counts))
-        chosen = [[(column, ONE_HOT, logq) for column, logq in row[:count]] for row, count in zip(found, counts)]
-        return _believed(scores_FC, chosen) if believe and noisy_FC is not scores_FC else chosen
-    q_FV = scores_FC.softmax(-1)
+        found = best(scores_FC, max(counts), temperature, noise_V, ids_C)
+        return [[(column, ONE_HOT, logq) for column, logq in row[:count]] for row, count in zip(found, counts)]
+    q_FV, chosen = scores_FC.softmax(-1), list[list[Choice]]()
     for place, count in enumerate(counts):
         q_V, picked = q_FV[place], list[Choice]()
         if sampler.options.draft_sampling == "iid":

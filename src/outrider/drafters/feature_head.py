@@ -63,7 +63,7 @@ class HeadModel:
 
     def features(self, hidden: Sequence[Tensor]) -> Tensor:
         """Of hidden states [tokens, taps * D] in several pieces, [all tokens, D]."""
-        if self.entry and all(piece.dtype is self.dtype for piece in hidden):
+        if self.entry and all(piece.dtype is self.dtype and piece.device == self.device for piece in hidden):
             return self.entry.features(hidden)
         features_TD: Tensor = self.head.features(torch.cat(list(hidden))[None])[0]
         return features_TD

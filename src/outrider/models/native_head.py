@@ -55,7 +55,7 @@ class NativeEntry:
         own, _held = token_places(self.embedding, [token for row in tokens for token in row])
         before = [feature.data_ptr() for row in features for feature in row]
         x_MD = self._joined([place for both in zip(own, before) for place in both])
-        return x_MD.view(len(tokens), -1, self.width)
+        return x_MD.view(len(tokens), len(tokens[0]), self.width)
 
 
 class NativeHead:

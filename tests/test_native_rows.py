@@ -116,6 +116,8 @@ def test_joined_inputs_are_normed_and_multiplied_from_where_they_lie(
     first, second = torch.stack(parts[::2]), torch.stack(parts[1::2])
     wanted = linear(torch.cat([norms[0](first), norms[1](second)], dim=-1)).detach()
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5)
+    many = product([part.data_ptr() for part in parts] * 60)  # more than are joined at a time
+    assert torch.equal(many, found.repeat(60, 1))
     for row in range(5):
         assert torch.equal(product([parts[2 * row].data_ptr(), parts[2 * row + 1].data_ptr()])[0], found[row])
 

@@ -5,6 +5,7 @@
 namespace {
 
 constexpr int64_t WORTH_A_TEAM = 1 << 16;  // products of two numbers
+constexpr int64_t BLOCK = 256;             // rows that are joined at a time
 
 template <class T>
 void products_of(const Linear* m, int64_t count, int64_t inputs, const void* x, int64_t rows, void* out, int64_t stride,
@@ -29,16 +30,19 @@ struct Joined {
 };
 
 template <class T>
-void joined(const Joined& m, const void* const* rows, int64_t count, void* out, int64_t threads, Workspace& space) {
-    const int64_t inputs = m.parts * m.width;
-    space.begin(space.padded<T>(count * inputs));
-    T* normal = space.take<T>(count * inputs);
+void joined(const Joined& m, const void* const* rows, int64_t count, T* out, int64_t threads, Workspace& space) {
+    const int64_t inputs = m.parts * m.width, most = std::min(count, BLOCK);
+    space.begin(space.padded<T>(most * inputs));
+    T* normal = space.take<T>(most * inputs);
 #pragma omp parallel num_threads(int(threads))
-    {
-        each(count * m.parts, [&](int64_t i) {
-            normed(static_cast<const T*>(rows[i]), m.norms[i % m.parts], m.epsilon, m.width, normal + i * m.width);
+    for (int64_t first = 0; first < count; first += BLOCK) {
+        const int64_t some = std::min(BLOCK, count - first);
+        each(some * m.parts, [&](int64_t i) {
+            const T* part = static_cast<const T*>(rows[first * m.parts + i]);
+            normed(part, m.norms[i % m.parts], m.epsilon, m.width, normal + i * m.width);
         });
-        product(m.linear, inputs, normal, count, static_cast<T*>(out), m.linear.outs);
+        product(m.linear, inputs, normal, some, out + first * m.linear.outs, m.linear.outs);
+#pragma omp barrier
     }
 }
 
@@ -49,8 +53,8 @@ extern "C" {
 // out [M, outs] of rows [M, parts] of numbers each; 0, or 1 where there is no memory.
 int outrider_joined(const Joined* m, const void* const* rows, int64_t count, void* out, int64_t threads) {
     return in_workspace([&](Workspace& space) {
-        if (m->bytes == 2) joined<bf16>(*m, rows, count, out, threads, space);
-        else joined<float>(*m, rows, count, out, threads, space);
+        if (m->bytes == 2) joined(*m, rows, count, static_cast<bf16*>(out), threads, space);
+        else joined(*m, rows, count, static_cast<float*>(out), threads, space);
     });
 }
 

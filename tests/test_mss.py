@@ -254,7 +254,7 @@ def test_children_are_drawn_from_the_laws_that_they_carry(method: str) -> None:
     q = scores[0].softmax(-1)
     seen: Counter[tuple[int, int]] = Counter()
     for seed in range(4000):
-        ((first, second),) = choose(scores, [2], Sampler(options, seed, 3, frozenset(), 5), 3, 0, best=False)
+        ((first, second),) = choose(scores, [2], Sampler(options, seed, 3, frozenset(), 5), 3, 0, topmost=False)
         seen[first[0], second[0]] += 1
         assert torch.allclose(first[1].probs(first[0], q), q)
         left = q.clone()
@@ -277,8 +277,8 @@ def test_children_without_replacement_are_fewer_where_the_law_has_no_more() -> N
         options = Options(temperature=1.0, top_k=2, rule="mss", draft_sampling=method)
         sampler = Sampler(options, 1, 3, frozenset(), 5)
         scores = sampler.scores([[1, 2, 3]], torch.tensor([[0.0, 1.0, -1.0, 0.5, 0.2]]))
-        (chosen,) = choose(scores, [3], sampler, 3, 0, best=method == "topk")
-        assert sorted(token for token, _ in chosen) == [1, 3]
+        (chosen,) = choose(scores, [3], sampler, 3, 0, topmost=method == "topk")
+        assert sorted(token for token, *_ in chosen) == [1, 3]
 
 
 # -- seeds and acceptance ----------------------------------------------------------------------------------------------

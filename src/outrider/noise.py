@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.native.library import Unavailable, library
+
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -41,16 +43,28 @@ def gumbel(seed: int, stream: int, position: int, size: int, device: torch.devic
 
     argmax(logits + noise) draws from softmax(logits); the first k of the sorted sum draw k tokens without replacement.
     """
-    x = _spread(size) + np.uint64(mix(seed, stream, position))
+    # The exponential is -log(1 - u), so that small u, which make the large noise that decides a draw, keep their full relative
+    # precision in float32.
+    return _hashed(mix(seed, stream, position), size).to(device).log1p_().neg_().log_().neg_()
+
+
+def _hashed(state: int, size: int) -> Tensor:
+    """-u of uniform numbers u, float32 [size], of which 32 bits are kept."""
+    try:
+        call = library().outrider_hashed
+    except Unavailable:
+        pass
+    else:
+        out = torch.empty(size)
+        call(state, size, out.data_ptr())
+        return out
+    x = _spread(size) + np.uint64(state)
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         x ^= x >> np.uint64(bits)
         x *= np.uint64(factor)
     x ^= x >> np.uint64(31)
-    # 32 bits are kept. The exponential is -log(1 - u), so that small u, which make the large noise that decides a draw, keep
-    # their full relative precision in float32.
-    high = torch.from_numpy((x >> np.uint64(32)).view(np.int64)).to(torch.float32).to(device)
-    u = (high + 0.5) * 2.0**-32
-    return torch.log1p(u.clamp_(max=1.0 - 2.0**-24).neg_()).neg_().log_().neg_()
+    high = torch.from_numpy((x >> np.uint64(32)).view(np.int64)).to(torch.float32)
+    return ((high + 0.5) * 2.0**-32).clamp_(max=1.0 - 2.0**-24).neg_()
 
 
 @functools.lru_cache(maxsize=8)

@@ -125,6 +125,7 @@ class Sampler:
         self.greedy = options.temperature == 0
         self.processors = build_processors(options, prompt_length, eos, str(device))
         self.warpers = build_warpers(options)
+        self.bare = not self.processors and not self.warpers  # the law is logits over the temperature, and no more
         self._noise: dict[int, Tensor] = {}
 
     def scores(self, ids: Sequence[Sequence[int]] | None, logits_RV: Tensor) -> Tensor:
@@ -166,6 +167,9 @@ class Sampler:
 
     def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
         """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
+        if self.bare and not self.greedy and logits_V.device.type == "cpu":
+            noise_V = self.noise(len(ids), logits_V.shape[-1], logits_V.device)
+            return self._checked(logits_V[None], *highest(logits_V[None], self.options.temperature, noise_V))[0]
         return self._picked(logits_V[None], self.perturbed([ids], logits_V[None]))[0]
 
     def _picked(self, logits_NV: Tensor, perturbed_NV: Tensor) -> list[int]:
@@ -174,19 +178,17 @@ class Sampler:
         Raises:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
-        checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
         if perturbed_NV.device.type == "cpu":
-            tokens, best = highest(perturbed_NV)
-            found = [*(known_N.tolist() for known_N in checked), best]
-        else:
-            highest_N, tokens_N = perturbed_NV.max(-1)
-            # token ids are whole numbers far below 2**24, which float32 holds exactly
-            tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
-        for known in found[0]:
-            _refuse_not_finite(known)
-        for known in found[-1]:
-            _refuse_impossible(known)
-        return [int(token) for token in tokens]
+            return self._checked(logits_NV if perturbed_NV is not logits_NV else None, *highest(perturbed_NV))
+        checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
+        highest_N, tokens_N = perturbed_NV.max(-1)
+        # token ids are whole numbers far below 2**24, which float32 holds exactly
+        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        return _sound([int(token) for token in tokens], *found)
+
+    def _checked(self, logits_NV: Tensor | None, tokens: list[int], values: list[float]) -> list[int]:
+        """The tokens of rows on the CPU, if their values are sound, and logits that these come from, if any."""
+        return _sound(tokens, *([] if logits_NV is None else [highest(logits_NV)[1]]), values)
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
@@ -201,13 +203,11 @@ class Sampler:
     def picker(self, ids: Sequence[int], tree: TokenTree, logits_NV: Tensor) -> Callable[[int], int]:
         """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
 
-        Only nodes that the walk visits are processed, each with its own path. Elsewhere than on a CPU, where waiting for the
-        device costs more than its work, all nodes are, in one go, unless processors want to see their paths.
+        Without processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a
+        CPU all others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
         """
-        if not self.processors and logits_NV.device.type != "cpu":
+        if not self.processors and (self.greedy or logits_NV.device.type != "cpu"):
             return self._picks(len(ids), tree, logits_NV).__getitem__
-        if self.greedy and not self.processors:
-            return lambda node: self._picked(logits_NV[node : node + 1], logits_NV[node : node + 1])[0]
         return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
 
     def _picks(self, length: int, tree: TokenTree, logits_NV: Tensor) -> list[int]:
@@ -241,6 +241,19 @@ def _same_shape(out: object, before: Tensor, processor: object) -> Tensor:
             f"logits_processor {processor!r} returned {got}; it must return scores of shape {tuple(before.shape)}"
         )
     return out
+
+
+def _sound(tokens: list[int], *found: list[float]) -> list[int]:
+    """The tokens.
+
+    Args:
+        found: the highest logits of their rows, and last what processing and noise made of them.
+    """
+    for known in found[0]:
+        _refuse_not_finite(known)
+    for known in found[-1]:
+        _refuse_impossible(known)
+    return tokens
 
 
 def _refuse_impossible(highest: float) -> None:

@@ -10,6 +10,7 @@ Shapes: B rows, H key-value heads, S slots, D head size, N new nodes, M pending 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ class AttentionLayer:
         self.capacity = capacity
         self.keys_BHSD: Tensor | None = None
         self.values_BHSD: Tensor | None = None
+        self.beside: Any = None  # what a reader keeps about them; forgotten when they come to lie elsewhere
 
     def write(self, keys_BHND: Tensor, values_BHND: Tensor, start: int, align: bool = False) -> tuple[Tensor, Tensor]:
         """Put new keys and values at slots `start`... and return everything up to their end, `aligned` when in a tree."""
@@ -46,7 +48,7 @@ class AttentionLayer:
         return self.keys_BHSD, self.values_BHSD
 
     def _allocate(self, keys: Tensor, values: Tensor, needed: int) -> None:
-        old = self.keys_BHSD, self.values_BHSD
+        old, self.beside = (self.keys_BHSD, self.values_BHSD), None
         if needed > self.capacity:
             self.capacity = max(needed, self.capacity + self.capacity // 2)
         # zeros, not empty: masked slots still pass through the products, and 0 * NaN is NaN
@@ -63,6 +65,7 @@ class AttentionLayer:
             if old is not None:
                 new[:, :, : old.shape[2]] = old
         self.keys_BHSD, self.values_BHSD, self.capacity = keys_BHSD, values_BHSD, keys_BHSD.shape[2]
+        self.beside = None
 
     def move(self, row: int, slots: Tensor, target: int) -> None:
         """Gather `slots` of a row into consecutive slots from `target` on."""
@@ -86,6 +89,7 @@ class AttentionLayer:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
+        self.beside = None
         if self.keys_BHSD is not None and self.values_BHSD is not None:
             self.keys_BHSD = keep_rows(self.keys_BHSD, rows)
             self.values_BHSD = keep_rows(self.values_BHSD, rows)

@@ -48,20 +48,19 @@ class Pending:
         self.count = start + size
         waves: list[list[tuple[int, int]]] = [[]]
         for row, row_parents in enumerate(parents):
-            wave_of = [0] * size
-            for offset in range(size):
-                parent = row_parents[offset] if offset < len(row_parents) else -1
-                node = start + offset
+            given, wave_of = [*row_parents, *[-1] * (size - len(row_parents))], list[int]()
+            depths, ancestors_MM = self.depths_BM[row, :start].tolist(), self.ancestors_BMM[row]
+            for node, parent in enumerate(given, start):
                 if not -1 <= parent < node:
                     raise IndexError(f"node {node} has parent {parent}; parents come before children")
-                self.parents_BM[row, node] = parent
-                self.ancestors_BMM[row, node] = self.ancestors_BMM[row, parent] if parent >= 0 else False
-                self.ancestors_BMM[row, node, node] = True
-                self.depths_BM[row, node] = self.depths_BM[row, parent] + 1 if parent >= 0 else 0
-                wave_of[offset] = wave_of[parent - start] + 1 if parent >= start else 0
-                while len(waves) <= wave_of[offset]:
+                ancestors_MM[node] = ancestors_MM[parent] if parent >= 0 else False
+                ancestors_MM[node, node] = True
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+                wave_of.append(wave_of[parent - start] + 1 if parent >= start else 0)
+                if wave_of[-1] == len(waves):
                     waves.append([])
-                waves[wave_of[offset]].append((row, node))
+                waves[wave_of[-1]].append((row, node))
+            self.parents_BM[row, start : self.count], self.depths_BM[row, start : self.count] = given, depths[start:]
         return start, waves
 
     def _grow(self, needed: int) -> None:

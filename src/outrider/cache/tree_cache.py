@@ -26,7 +26,8 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         self.capacity = capacity
         self.attention: dict[int, AttentionLayer] = {}
-        self.beside: Any = None  # what a reader keeps about all keys and values; forgotten when these may lie elsewhere
+        # what a reader keeps about all keys and values, and moves them with; forgotten when these may lie elsewhere
+        self.beside: Any = None
         self.states: NodeStates | FactorStates | None = None
         self.seen = 0  # tokens prefilled
         self.start = 0  # slot where the current call writes
@@ -164,7 +165,10 @@ class TreeCache(Cache):
         moves = [(row, p) for row, p in moves if p != list(range(len(p))) or base != lengths[row]]
         layers = list(self.attention.values())
         device = layers[0].device
-        if len(moves) == 1:  # slices are cheaper than indexes
+        if self.beside is not None:
+            for row, path in moves:
+                self.beside.move(row, [base + node for node in path], lengths[row])
+        elif len(moves) == 1:  # slices are cheaper than indexes
             row, path = moves[0]
             slots = torch.tensor(path, device=device) + base
             for layer in layers:

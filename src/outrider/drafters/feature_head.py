@@ -23,8 +23,9 @@ from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
 from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
 from outrider.models.feature_head import Attend, FeatureHead
+from outrider.models.inference import inference
 from outrider.models.mamba_mixer import MambaMixer
-from outrider.models.native_head import native_head
+from outrider.models.native_head import native_entry, native_head
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
 from outrider.models.scans import mixer_kernels, tree_scan
@@ -54,9 +55,28 @@ class HeadModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, head.draft_ids)
         self.draft_ids = self.cut.ids
-        self.packed = Packed(nn.ModuleList([self.head, self.cut]))
+        self.packed = Packed(self.head, rounds=True)
+        self.entry = native_entry(self.head, embedding)
         self.native, self.kernels = native_head(self.head), mixer_kernels(self.head.modules())
+        self.nothing_D = torch.zeros(head.config.width, device=self.device, dtype=self.dtype)
         self.sizes = [m.sizes() for m in self.head.modules() if isinstance(m, MambaMixer)]
+
+    def features(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Of hidden states [tokens, taps * D] in several pieces, [all tokens, D]."""
+        if self.entry and all(piece.dtype is self.dtype and piece.device == self.device for piece in hidden):
+            return self.entry.features(hidden)
+        features_TD: Tensor = self.head.features(torch.cat(list(hidden))[None])[0]
+        return features_TD
+
+    def joined(self, tokens: Rows, features: Sequence[list[Tensor]]) -> Tensor:
+        """What goes through the block, [B, N, D]: tokens, and the feature of each one's predecessor; padding is token 0."""
+        most = max(map(len, tokens))
+        tokens = [[*row, *[0] * (most - len(row))] for row in tokens]
+        features = [[*row, *[self.nothing_D] * (most - len(row))] for row in features]
+        if self.entry:
+            return self.entry.joined(tokens, features)
+        embedded_BND = self.embedding(torch.tensor(tokens, device=self.device))
+        return self.head.joined(embedded_BND, torch.stack([torch.stack(row) for row in features]))
 
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
         """Start without reading the prompts: their features come later, and `lm.py` feeds what is behind."""
@@ -81,11 +101,9 @@ class HeadState(DraftState):
         self.factors = Factors(model.sizes, batch, NODES, model.device)
         self.features: list[Tensor] | None = None
         self.forgotten = 0
-        self.outputs_BMD = torch.empty(batch, 0, model.head.config.width, device=model.device, dtype=model.dtype)
-        # features of committed tokens that are still needed, and the position of the first of them
-        self.seen: list[Tensor] = [
-            torch.zeros(1, model.head.config.width, device=model.device, dtype=model.dtype)
-        ] * batch
+        self.outputs: list[list[Tensor]] = [[] for _ in range(batch)]  # [D] of each pending node
+        # features [D] of committed tokens that are still needed, and the position of the first of them
+        self.seen = [[model.nothing_D] for _ in range(batch)]
         self.first = [-1] * batch
         self.raw: list[list[Tensor]] = [[] for _ in range(batch)]  # hidden states that are no features yet
 
@@ -98,15 +116,14 @@ class HeadState(DraftState):
         """Hidden states [tokens, taps * D] of tokens that the target has just committed, per row. They become features when they
         are needed: rounds that draft nothing should cost nothing."""
         for row, hidden_TF in enumerate(hidden):
-            if len(hidden_TF):
+            if hidden_TF.shape[0]:
                 self.raw[row].append(hidden_TF)
 
     def _read(self) -> None:
         """Make features of what was seen."""
         for row, parts in enumerate(self.raw):
             if parts:
-                new = self.model.head.features(torch.cat(parts)[None])[0]
-                self.seen[row] = torch.cat([self.seen[row], new])
+                self.seen[row] += self.model.features(parts).unbind()
                 self.raw[row] = []
 
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
@@ -116,19 +133,20 @@ class HeadState(DraftState):
         model, new = self.model, max(map(len, tokens))
         start, _ = self.nodes.add(parents, new)
         positions_BN = np.array(self.lengths)[:, None] + self.nodes.depths_BM[:, start : start + new]
-        ids = torch.tensor([[*row, *[0] * (new - len(row))] for row in tokens], device=model.device)
-        embedded, features = model.embedding(ids), self._features(tokens, start)
+        features = [self._features(row, start, start + len(row_tokens)) for row, row_tokens in enumerate(tokens)]
+        x_BND = model.joined(tokens, features)
         scan = tree_scan(self.factors, self.nodes, start, model.kernels) if model.head.scans else None
         if model.native:
-            x_BND, seen_BNS = model.head.joined(embedded, features), self._visible(start, start + new)
+            seen_BNS = self._visible(start, start + new)
             beside = model.head.ssm(model.head.mixer_norm(x_BND), scan) if scan else None
             first = self._lowest() - self.forgotten
             outputs = model.native(x_BND, positions_BN, seen_BNS, self.layer, first, beside)
         else:
             positions = torch.from_numpy(positions_BN).to(model.device)
             attend = self._attend(start, start + new) if model.head.attends else None
-            outputs = model.head(embedded, features, positions, attend, scan)
-        self.outputs_BMD = outputs if start == 0 else torch.cat([self.outputs_BMD, outputs], dim=1)
+            outputs = model.head.block(x_BND, positions, attend, scan)
+        for known, new_ND in zip(self.outputs, outputs.unbind()):
+            known += new_ND.unbind()
         return outputs
 
     def _visible(self, start: int, end: int) -> np.ndarray:
@@ -163,47 +181,38 @@ class HeadState(DraftState):
             self.layer.forget(spare)
             self.forgotten += spare
 
-    def _features(self, tokens: Rows, start: int) -> Tensor:
-        """The feature of each node's predecessor, [B, N, D]; 0 for padding."""
-        found = [self._features_of(row, start, start + len(row_tokens)) for row, row_tokens in enumerate(tokens)]
-        return found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
-
-    def _features_of(self, row: int, start: int, end: int) -> Tensor:
-        """Of the nodes of a row, [N, D]."""
-        seen, known = self.seen[row], len(self.seen[row])
+    def _features(self, row: int, start: int, end: int) -> list[Tensor]:
+        """The feature [D] of each node's predecessor."""
+        seen, outputs = self.seen[row], self.outputs[row]
         depths, parents = (of[row, start:end].tolist() for of in (self.nodes.depths_BM, self.nodes.parents_BM))
         first = self.lengths[row] - 1 - self.first[row]
-        places = []  # in what was seen, and in the outputs behind it
+        found = []
         for depth, parent in zip(depths, parents):
-            assert first + depth < known or 0 <= parent < start, "a drafted node comes after its parent"
-            places.append(first + depth if first + depth < known else known + parent)
-        if max(places, default=0) < known:
-            source_XD = seen
-        elif min(places) >= known:
-            source_XD, places = self.outputs_BMD[row], [place - known for place in places]
-        else:
-            source_XD = torch.cat([seen, self.outputs_BMD[row]])
-        return source_XD.index_select(0, torch.tensor(places, dtype=torch.long, device=self.model.device))
+            assert first + depth < len(seen) or 0 <= parent < start, "a drafted node comes after its parent"
+            found.append(seen[first + depth] if first + depth < len(seen) else outputs[parent])
+        return found
 
-    @torch.inference_mode()
+    @inference
     def commit(self, paths: Rows) -> None:
         """A path per row joins the committed state."""
         base = max(self.lengths)
         for row, path in enumerate(paths):
             self.nodes.check_path(row, path)
-            if path:
+            if list(path) != list(range(len(path))) or base != self.lengths[row]:  # else it lies where it belongs
                 slots = torch.tensor(path, device=self.model.device) + base - self.forgotten
                 self.layer.move(row, slots, self.lengths[row] - self.forgotten)
+            if path:
                 self.factors.commit(row, path)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
         self.nodes.clear()
+        self.outputs = [[] for _ in self.outputs]
         self._forget()
         for row, length in enumerate(self.lengths):
             drop = min(length - 1 - self.first[row], len(self.seen[row]))  # features may come after the commit
             if drop > 0:
                 self.seen[row], self.first[row] = self.seen[row][drop:], self.first[row] + drop
 
-    @torch.inference_mode()
+    @inference
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.layer.keep(rows)
@@ -212,6 +221,7 @@ class HeadState(DraftState):
         self.vocabulary.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
         self.seen = [self.seen[row] for row in rows]
+        self.outputs = [self.outputs[row] for row in rows]
         self.first = [self.first[row] for row in rows]
         self.raw = [self.raw[row] for row in rows]
 

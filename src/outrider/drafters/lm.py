@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider import noise
 from outrider.models.draft_vocab import TextVocabulary, widen
 from outrider.models.protocol import Follower, TreeModel, TreeState
+from outrider.native.highest import best
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
 from outrider.verify import ONE_HOT, Draft, Law, Trial, Verdict
@@ -73,6 +76,7 @@ class LMDrafter:
         self.vocab = min(model.vocab, vocab or model.vocab)
         self.draft_ids: Tensor | None = getattr(model, "draft_ids", None)
         self.sharpness = 1.0  # scale of its scores where tokens are drawn under the coupled rule
+        self.draft_tokens = np.empty(0, int) if self.draft_ids is None else self.draft_ids.cpu().numpy()
 
     def begin(
         self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
@@ -140,8 +144,8 @@ class LMDraftState:
 
     def _follow(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Feed a chain to every row; logits after its last token, [1, V] each."""
-        if isinstance(self.state, Follower):
-            return list(self.state.follow(tokens)[:, None])
+        if hasattr(self.state, "follow"):
+            return list(cast(Follower, self.state).follow(tokens)[:, None].unbind())
         logits_BNV = self.state.extend(tokens, [range(-1, len(row) - 1) for row in tokens])
         return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits_BNV, tokens)]
 
@@ -176,7 +180,7 @@ class LMDraftState:
         logits_BFV = self.state.extend(tokens, parents)
         for growth, feed in zip(self.growths, feeds):
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
-        return [logits_BFV[row, : len(feed)] for row, feed in enumerate(feeds)]
+        return [logits_FV[: len(feed)] for logits_FV, feed in zip(logits_BFV.unbind(), feeds)]
 
     def _choose_children(self, growth: _Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
@@ -186,16 +190,19 @@ class LMDraftState:
             return
         growth.levels += 1
         sampler = self.samplers[row]
-        scores_FC, ids_C = self._scores(growth, row, fed, logits_FC, shape)
+        scores_FC, ids_C, temperature = self._scores(growth, row, fed, logits_FC, shape)
+        if sampler.options.rule == "coupled" and not sampler.greedy:
+            temperature /= self.drafter.sharpness
         position = len(growth.context) + growth.tree.depths[fed[0]]
-        salt = noise.mix(self.stream, self.rounds)
-        chosen = choose(scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C)
-        believe = bool(shape.budget or shape.ends)
-        known = _read(scores_FC, chosen, ids_C, believe)
+        salt, believe = noise.mix(self.stream, self.rounds), bool(shape.budget or shape.ends)
+        chosen = choose(
+            scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, believe, temperature
+        )
+        tokens = None if ids_C is None else self._tokens(row)
         found: list[tuple[int, int, Law, float]] = []
         for node, picked in zip(fed, chosen):
-            for _, law in picked:
-                token, logq = next(known)
+            for column, law, logq in picked:
+                token = column if tokens is None else int(tokens[column])
                 found.append((node, token, law, growth.scores.get(node, 0.0) + logq))
         floor = shape.floor(max((score for *_, score in found), default=0.0)) if shape.budget else -math.inf
         for node, token, law, score in found:
@@ -210,8 +217,8 @@ class LMDraftState:
 
     def _scores(
         self, growth: _Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
-    ) -> tuple[Tensor, Tensor | None]:
-        """Processed logits, and the token ids of their columns (None: they are the ids).
+    ) -> tuple[Tensor, Tensor | None, float]:
+        """Processed logits, the token ids of their columns (None: they are the ids), and what they are still to be divided by.
 
         Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
         """
@@ -219,7 +226,9 @@ class LMDraftState:
         ids_C = None if ids_C is None else ids_C.to(sampler.device)
         logits_FC = logits_FC[:, : None if ids_C is None else len(ids_C)].to(sampler.device)
         if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
-            return sampler.scores(None, logits_FC), ids_C
+            if sampler.bare and sampler.options.rule == "coupled":
+                return logits_FC, ids_C, sampler.options.temperature or 1.0
+            return logits_FC if sampler.greedy else sampler.scores(None, logits_FC), ids_C, 1.0
         vocab = sampler.vocab
         if ids_C is None:
             logits_FC = logits_FC[:, : min(self.drafter.vocab, vocab)]
@@ -230,12 +239,17 @@ class LMDraftState:
         scores_FV = sampler.scores(paths, logits_FC)
         if sampler.processors and impossible:  # a user's processor may have made them possible again
             scores_FV = scores_FV.masked_fill(logits_FC.isneginf(), float("-inf"))
-        return scores_FV, None
+        return scores_FV, None, 1.0
 
     def _draft_ids(self, row: int) -> Tensor | None:
         """The draft vocabulary of a row."""
         vocabulary: TextVocabulary | None = getattr(self.state, "vocabulary", None)
         return self.drafter.draft_ids if vocabulary is None else vocabulary.ids(row)
+
+    def _tokens(self, row: int) -> np.ndarray:
+        """The same where they can be read one by one."""
+        vocabulary: TextVocabulary | None = getattr(self.state, "vocabulary", None)
+        return self.drafter.draft_tokens if vocabulary is None else vocabulary.tokens(row)
 
     def _finish(self, growth: _Growth, shape: Shape) -> Draft:
         fed = growth.read + len(growth.fed) - 1  # nodes that are left out were fed, too
@@ -271,76 +285,58 @@ def one_hot(sampler: Sampler, shape: Shape) -> bool:
     return options.rule == "coupled" or sampler.greedy or bool(shape.budget) or options.draft_sampling == "topk"
 
 
+Choice = tuple[int, Law, float]
+"""A column of scores, the law it was drawn from, and its log probability where that was asked for."""
+
+
 def choose(
     scores_FC: Tensor,
     counts: Sequence[int],
     sampler: Sampler,
     position: int,
     salt: int,
-    best: bool,
+    topmost: bool,
     ids_C: Tensor | None = None,
-) -> list[list[tuple[int, Law]]]:
-    """Columns of each frontier node's children in draw order, with the law each was drawn from.
+    believe: bool = False,
+    temperature: float = 1.0,
+) -> list[list[Choice]]:
+    """Each frontier node's children in draw order.
 
     Args:
-        best: take the best scores (plus the target's noise under the coupled rule). Otherwise, by `draft_sampling`: draws without
-            replacement (the sorted race of scores plus noise), or independent draws.
+        topmost: take the best scores (plus the target's noise under the coupled rule). Otherwise, by `draft_sampling`: draws
+            without replacement (the sorted race of scores plus noise), or independent draws.
         ids_C: the token ids of the columns, where they are not the ids themselves.
+        believe: whether log probabilities are asked for; those of the best come in any case.
+        temperature: what scores are still to be divided by, where the best are taken under the coupled rule.
     """
     size = scores_FC.shape[-1]
-    if best:
+    if topmost:
+        noise_V = None
         if sampler.options.rule == "coupled" and not sampler.greedy:
             noise_V = sampler.noise(position, size if ids_C is None else sampler.vocab, scores_FC.device)
-            scores_FC = scores_FC + (noise_V if ids_C is None else noise_V[ids_C])
-        return [[(c, ONE_HOT) for c in row[:count]] for row, count in zip(_top(scores_FC, max(counts)), counts)]
-    q_FV = scores_FC.softmax(-1)
-    chosen: list[list[tuple[int, Law]]] = []
+        found = best(scores_FC, max(counts), temperature, noise_V, ids_C)
+        return [[(column, ONE_HOT, logq) for column, logq in row[:count]] for row, count in zip(found, counts)]
+    q_FV, chosen = scores_FC.softmax(-1), list[list[Choice]]()
     for place, count in enumerate(counts):
-        q_V, picked = q_FV[place], []
+        q_V, picked = q_FV[place], list[Choice]()
         if sampler.options.draft_sampling == "iid":
             for draw in range(count):
                 noise_V = sampler.draft_noise(noise.mix(salt, place, draw), position, size, scores_FC.device)
-                picked.append((int((scores_FC[place] + noise_V).argmax()), Law(q_V)))
+                picked.append((int((scores_FC[place] + noise_V).argmax()), Law(q_V), 0.0))
         else:
             noise_V = sampler.draft_noise(noise.mix(salt, place), position, size, scores_FC.device)
-            for token in _top((scores_FC[place] + noise_V)[None], count)[0]:
-                picked.append((token, Law(q_V, tuple(t for t, _ in picked))))
+            for token, _ in best((scores_FC[place] + noise_V)[None], count)[0]:
+                picked.append((token, Law(q_V, tuple(t for t, *_ in picked)), 0.0))
         chosen.append(picked)
-    return chosen
+    return _believed(scores_FC, chosen) if believe else chosen
 
 
-def _top(scores_FV: Tensor, count: int) -> list[list[int]]:
-    """The `count` best tokens of each row, best first, impossible ones left out."""
-    if count == 1 and scores_FV.device.type == "cpu":  # many times faster than to sort
-        best_F = scores_FV.numpy().argmax(-1)
-        return [[token] if row_V[token] > -math.inf else [] for token, row_V in zip(best_F.tolist(), scores_FV.numpy())]
-    values, tokens = scores_FV.topk(min(count, scores_FV.shape[-1]), dim=-1)
-    # to the host in one copy: the impossible ones as -1
-    known = tokens.masked_fill(~(values > float("-inf")), -1).tolist()
-    return [[token for token in row if token >= 0] for row in known]
-
-
-def _read(
-    scores_FC: Tensor, chosen: Sequence[Sequence[tuple[int, Law]]], ids_C: Tensor | None, believe: bool
-) -> Iterator[tuple[int, float]]:
-    """Token and log probability of every chosen column, row by row, in one copy to the host.
-
-    Args:
-        ids_C: the token ids of the columns, where they are not the ids themselves.
-        believe: whether log probabilities are asked for; without, they are 0.
-    """
-    columns = [column for picked in chosen for column, _ in picked]
-    if ids_C is None and not believe:
-        return zip(columns, [0.0] * len(columns))
-    device = scores_FC.device
-    columns_X = torch.tensor(columns, dtype=torch.long, device=device)
-    tokens_X = columns_X if ids_C is None else ids_C.index_select(0, columns_X)
-    if not believe:
-        return zip(tokens_X.tolist(), [0.0] * len(columns))
-    rows_X = torch.tensor([row for row, picked in enumerate(chosen) for _ in picked], dtype=torch.long, device=device)
-    logq_X = scores_FC.log_softmax(-1)[rows_X, columns_X]
-    tokens, logq = torch.stack([tokens_X.float(), logq_X]).tolist()  # float32 holds token ids exactly
-    return zip(map(int, tokens), logq)
+def _believed(scores_FC: Tensor, chosen: Sequence[Sequence[Choice]]) -> list[list[Choice]]:
+    """The same with their log probabilities, in one copy to the host."""
+    pairs = [(row, column) for row, picked in enumerate(chosen) for column, *_ in picked]
+    rows_X, columns_X = torch.tensor(pairs, dtype=torch.long, device=scores_FC.device).view(-1, 2).unbind(-1)
+    logs = iter(scores_FC.log_softmax(-1)[rows_X, columns_X].tolist())
+    return [[(column, law, next(logs)) for column, law, _ in picked] for picked in chosen]
 
 
 def _arrange(growth: _Growth, shape: Shape) -> None:

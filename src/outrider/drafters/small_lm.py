@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.drafters.folder import sharpness
@@ -23,24 +22,10 @@ from outrider.models.draft_vocab import CutHead
 from outrider.models.fingerprint import fingerprint
 from outrider.models.lean import LeanTreeModel
 from outrider.models.loading import load_model
-from outrider.models.packed import Packed
 from outrider.models.selftest import tree_model
 
 ABOUT = "drafter.json"
 DRAFT_IDS = "draft_ids.safetensors"
-
-
-class PackedCutHead(CutHead):
-    """A cut vocabulary head in the place of a whole one."""
-
-    def __init__(self, weight_VD: Tensor, draft_ids_C: Tensor) -> None:
-        super().__init__(weight_VD, draft_ids_C)
-        self.packed = Packed(self)
-
-    def forward(self, outputs: Tensor) -> Tensor:
-        """Logits of the draft vocabulary."""
-        with self.packed.active():
-            return super().forward(outputs)
 
 
 def is_small_lm(folder: Path) -> bool:
@@ -70,7 +55,7 @@ def load_small_lm(
     model: Any = tree_model(loaded.model)[0]  # tested with its whole vocabulary head, which is cut only now
     if (folder / DRAFT_IDS).exists():
         ids, whole = load_file(folder / DRAFT_IDS)["draft_ids"].long(), cast(Any, loaded.model.get_output_embeddings())
-        head = PackedCutHead(whole.weight, ids[ids < limit])
+        head = CutHead(whole.weight, ids[ids < limit])
         model.draft_ids = head.ids
         if isinstance(model, LeanTreeModel):
             model.speak_through(head)

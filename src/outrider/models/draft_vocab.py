@@ -13,12 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outrider.models.inference import inference
+from outrider.models.packed import Product
 from outrider.models.protocol import Rows
 from outrider.models.resident import release
-from outrider.native.linear import row_product
+from outrider.native.linear import RowProduct
 
 MOST_JOINED = 1024  # tokens of a text that join its draft vocabulary
 
@@ -37,12 +40,12 @@ class CutHead(nn.Module):
         self.known = frozenset(draft_ids_C.tolist())
         self.linear = nn.Linear(weight_VD.shape[1], len(draft_ids_C), bias=False, device="meta")
         self.linear.weight = nn.Parameter(weight_VD.detach()[self.ids], requires_grad=False)
+        self.product, self.tokens = Product(self.linear, rounds=True), self.ids.cpu().numpy()
         release(weight_VD)  # most rows were not in memory: the target has its head packed
 
     def forward(self, outputs: Tensor) -> Tensor:
         """Logits of the draft vocabulary."""
-        logits: Tensor = self.linear(outputs)
-        return logits
+        return self.product(outputs)
 
 
 class TextVocabulary:
@@ -54,8 +57,9 @@ class TextVocabulary:
         self._forget()
 
     def _forget(self) -> None:
-        self._more: _Joined | None = None
+        self._more: _Joined | RowProduct | None = None
         self._ids: dict[int, Tensor] = {}
+        self._tokens: dict[int, np.ndarray] = {}
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> None:
         """Take in what each text holds."""
@@ -74,13 +78,19 @@ class TextVocabulary:
             self._ids[row] = torch.cat([self.cut.ids, torch.tensor(list(joined), device=self.cut.ids.device)])
         return self._ids[row]
 
+    def tokens(self, row: int) -> np.ndarray:
+        """The same on the host."""
+        if row not in self._tokens:
+            self._tokens[row] = np.concatenate([self.cut.tokens, np.array(list(self.joined[row]), int)])
+        return self._tokens[row]
+
     def logits(self, outputs_BND: Tensor) -> Tensor:
         """Logits [B, N, C + E], E that of the row that has most; a row's own come first."""
-        logits_BNC: Tensor = self.cut(outputs_BND)
         if not any(self.joined):
+            logits_BNC: Tensor = self.cut(outputs_BND)
             return logits_BNC
-        self._more = self._more or _Joined(self.cut.whole_VD, self.joined)
-        return torch.cat([logits_BNC, self._more(outputs_BND)], dim=-1)
+        self._more = self._more or _joined(self.cut, self.joined)
+        return self._more(outputs_BND)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -88,20 +98,23 @@ class TextVocabulary:
         self._forget()
 
 
+def _joined(cut: CutHead, joined: Sequence[Iterable[int]]) -> _Joined | RowProduct:
+    """The draft vocabularies of texts with what joined them; of one text in one call where the kernels compute it."""
+    made = _Joined(cut, joined)
+    return cut.product.few.beside(made.rows_BED[0]) if len(joined) == 1 and cut.product.few else made
+
+
 class _Joined:
     """The rows of a vocabulary head that joined it, [B, E, D]."""
 
-    def __init__(self, weight_VD: Tensor, joined: Sequence[Iterable[int]]) -> None:
+    def __init__(self, cut: CutHead, joined: Sequence[Iterable[int]]) -> None:
         places = [torch.tensor(list(ids), dtype=torch.long) for ids in joined]
-        rows_BE = nn.utils.rnn.pad_sequence(places, batch_first=True).to(weight_VD.device)
-        self.rows_BED = weight_VD[rows_BE]
-        self.few = row_product([self.rows_BED[0]]) if len(joined) == 1 else None
+        rows_BE = nn.utils.rnn.pad_sequence(places, batch_first=True).to(cut.whole_VD.device)
+        self.cut, self.rows_BED = cut, cut.whole_VD[rows_BE]
 
     def __call__(self, outputs_BND: Tensor) -> Tensor:
-        """Logits [B, N, E]."""
-        if self.few and self.few.takes(outputs_BND):
-            return self.few(outputs_BND)
-        return outputs_BND @ self.rows_BED.mT
+        """Logits [B, N, C + E]."""
+        return torch.cat([self.cut(outputs_BND), outputs_BND @ self.rows_BED.mT], dim=-1)
 
 
 class DraftState(ABC):
@@ -114,13 +127,13 @@ class DraftState(ABC):
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return what the vocabulary head reads, [B, N, D]."""
 
-    @torch.inference_mode()
+    @inference
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits of the draft vocabulary [B, N, C]; see `TreeState`."""
         with self.model.packed.active():
             return self.vocabulary.logits(self._outputs(tokens, parents))
 
-    @torch.inference_mode()
+    @inference
     def follow(self, tokens: Rows) -> Tensor:
         """Feed a chain to every row; logits of the draft vocabulary after its last token, [B, C]."""
         with self.model.packed.active():

@@ -126,7 +126,12 @@ class FeatureHead(nn.Module):
             attend: what attention does, for cores that have it.
             scan: what the state-space mixer does, for cores that have it.
         """
-        x_BND = self.joined(embedded_BND, features_BND)
+        return self.block(self.joined(embedded_BND, features_BND), positions_BN, attend, scan)
+
+    def block(
+        self, x_BND: Tensor, positions_BN: Tensor, attend: Attend | None = None, scan: Scan | None = None
+    ) -> Tensor:
+        """The same behind what goes through the block."""
         normed_BND = self.mixer_norm(x_BND)
         if self.attends:
             assert attend is not None
@@ -136,7 +141,8 @@ class FeatureHead(nn.Module):
             x_BND = x_BND + self.ssm(normed_BND, scan)
         gate, value = self.up(self.ffn_norm(x_BND)).chunk(2, dim=-1)
         x_BND = x_BND + self.down(F.silu(gate) * value)
-        return self.out_norm(x_BND)
+        out: Tensor = self.out_norm(x_BND)
+        return out
 
     def _attention(self, x_BND: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         heads, groups, size = self.config.num_heads, self.config.num_kv_heads, self.head_size

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
 from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
+from outrider.models.inference import inference
 from outrider.models.mamba_mixer import MambaMixer, Scan
 from outrider.models.norm import Norm
 from outrider.models.packed import Packed
@@ -115,11 +116,11 @@ class MambaModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.cut = CutHead(weight, blocks.draft_ids)
         self.draft_ids = self.cut.ids
-        self.packed = Packed(nn.ModuleList([self.blocks, self.cut]))
+        self.packed = Packed(self.blocks, rounds=True)
         self.sizes = [m.sizes() for m in blocks.modules() if isinstance(m, MambaMixer)]
         self.kernels = mixer_kernels(blocks.modules())
 
-    @torch.inference_mode()
+    @inference
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> MambaState:
         """Prefill each prompt on its own, so that a row never depends on its neighbours."""
         if taps:
@@ -166,7 +167,7 @@ class MambaState(DraftState):
         outputs_BND: Tensor = self.model.blocks(self.model.embedding(ids), scan)
         return outputs_BND
 
-    @torch.inference_mode()
+    @inference
     def commit(self, paths: Rows) -> None:
         """A path per row joins the committed state."""
         for row, path in enumerate(paths):
@@ -176,7 +177,7 @@ class MambaState(DraftState):
             self.lengths[row] += len(path)
         self.nodes.clear()
 
-    @torch.inference_mode()
+    @inference
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self.factors.keep(rows)

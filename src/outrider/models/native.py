@@ -21,12 +21,14 @@ from transformers import PreTrainedModel
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import seen_in_prompt
 from outrider.models.draft_vocab import CutHead
+from outrider.models.inference import inference
 from outrider.models.lean import Block, LeanTreeModel, StreamedBlock
 from outrider.models.native_streamed import StreamedDecoder
 from outrider.models.streaming import streamed_parts, streaming
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import Unsupported
 from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
+from outrider.native.embedding import embedded
 from outrider.native.library import Unavailable, library
 
 STREAMED_CHUNK = 512  # every chunk of a prompt reads the disk
@@ -106,14 +108,14 @@ class NativeTreeModel(LeanTreeModel):
         """Which slots are seen, by window."""
         return visible
 
-    @torch.inference_mode()
+    @inference
     def forward(
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
         logits_BNV, features = self._pass(ids_BN, positions_BN, mask, cache, taps)
         assert logits_BNV is not None
-        return logits_BNV, list(features) if features is not None else None
+        return logits_BNV, list(features.unbind()) if features is not None else None
 
     def _pass(
         self,
@@ -124,7 +126,7 @@ class NativeTreeModel(LeanTreeModel):
         taps: Sequence[int],
         logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        stream_BND = self.embedding(ids_BN).contiguous()
+        stream_BND = embedded(self.embedding, ids_BN)
         end = cache.start + ids_BN.shape[1]
         attended = Attended(
             rotations=[self._rotations(kind, stream_BND, positions_BN, end) for kind in self.kind_names],
@@ -136,7 +138,7 @@ class NativeTreeModel(LeanTreeModel):
         logits_BNV, features, _ = self.decoder(stream_BND, attended, taps, logits=logits)
         return logits_BNV, features
 
-    @torch.inference_mode()
+    @inference
     def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
         check_layers(taps, len(self.blocks))
         features = []

@@ -1,9 +1,12 @@
-"""The block of a feature head by compiled kernels: behind the product that joins its inputs, a decoder of one layer.
+"""A feature head by compiled kernels: products that join its inputs from where they lie, and behind them a decoder of one layer.
 
 Shapes: B rows, N nodes, M = B * N, P positions, D width, E head size, S slots.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,8 +14,48 @@ from torch import Tensor, nn
 
 from outrider.cache.attention import AttentionLayer
 from outrider.models.feature_head import FeatureHead, rotary
+from outrider.models.norm import EPSILON, Norm
+from outrider.models.protocol import Rows
 from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
+from outrider.native.embedding import places, token_places
+from outrider.native.joined import JoinedProduct
 from outrider.native.library import Unavailable
+
+
+class NativeEntry:
+    """What enters the block: features of the target's hidden states, and features joined with embeddings.
+
+    Raises:
+        Unavailable: without compiled kernels.
+        ValueError: for dtypes that the kernels do not compute.
+    """
+
+    def __init__(self, head: FeatureHead, embedding: nn.Embedding) -> None:
+        if embedding.weight.dtype is not head.join.weight.dtype:
+            raise ValueError("the kernels want embeddings of the head's dtype")
+        self.embedding, self.width = embedding, head.config.width
+        taps = [cast(Norm, norm).weight for norm in head.tap_norms]
+        self._features = JoinedProduct(taps, EPSILON, head.fuse)
+        both = [head.token_norm.weight, head.feature_norm.weight]
+        self._joined = JoinedProduct(both, EPSILON, head.join)
+
+    def features(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Of hidden states [tokens, taps * D] in several pieces, [all tokens, D]."""
+        pieces = [piece if piece.stride(-1) == 1 else piece.contiguous() for piece in hidden]
+        step, taps = self.width * pieces[0].element_size(), range(self._features.parts)
+        return self._features([place + tap * step for piece in pieces for place in places(piece) for tap in taps])
+
+    def joined(self, tokens: Rows, features: Sequence[Sequence[Tensor]]) -> Tensor:
+        """What goes through the block, [B, N, D].
+
+        Args:
+            tokens: as many in every row.
+            features: [D] of each one's predecessor.
+        """
+        own, _held = token_places(self.embedding, [token for row in tokens for token in row])
+        before = [feature.data_ptr() for row in features for feature in row]
+        x_MD = self._joined([place for both in zip(own, before) for place in both])
+        return x_MD.view(len(tokens), len(tokens[0]), self.width)
 
 
 class NativeHead:
@@ -44,7 +87,7 @@ class NativeHead:
         )
         eps = head.out_norm.eps
         assert eps is not None
-        self.decoder = Decoder([layer], self.heads, self.groups, size, "silu", eps, head.out_norm.weight)
+        self.decoder = Decoder([layer], self.heads, self.groups, size, "silu", eps, head.out_norm.weight, rounds=True)
         self._table = self._rotations(512)
 
     def __call__(
@@ -67,6 +110,8 @@ class NativeHead:
         """
         end = seen_BNS.shape[2]
         keys, values = held.reserve(joined_BND, self.groups, self.size, first + end)
+        if held.beside is None or held.beside[0] != first:
+            held.beside = first, Held([keys[:, :, first:]], [values[:, :, first:]])
         positions_M = positions_BN.reshape(-1)
         longest = int(positions_M.max()) + 1
         if longest > len(self._table[0]):
@@ -76,7 +121,7 @@ class NativeHead:
             places=torch.from_numpy(positions_M),
             seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
             start=end - seen_BNS.shape[1],
-            held=Held([keys[:, :, first:]], [values[:, :, first:]]),
+            held=held.beside[1],
         )
         outputs_BND = self.decoder(joined_BND, attended, hidden=True, beside_BND=beside_BND)[2]
         assert outputs_BND is not None
@@ -87,6 +132,14 @@ class NativeHead:
         dtype, theta = self.head.join.weight.dtype, self.head.config.rope_theta
         cos, sin = (part[0, 0].float() for part in rotary(torch.arange(count)[None], self.size, theta, dtype))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def native_entry(head: FeatureHead, embedding: nn.Embedding) -> NativeEntry | None:
+    """What enters the block by compiled kernels; None where they do not compute it."""
+    try:
+        return NativeEntry(head, embedding)
+    except (Unavailable, ValueError):
+        return None
 
 
 def native_head(head: FeatureHead) -> NativeHead | None:

@@ -30,9 +30,13 @@ MOST_ROWS = 64  # beyond this the plain kernel is as good
 
 class Packed:
     """The linear layers of a model, made faster for few rows where that gains something; none is copied where the memory has a
-    budget."""
+    budget.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        rounds: rounded to bytes where that is faster, as a drafter's may be (`native/layout.py`).
+    """
+
+    def __init__(self, model: nn.Module, rounds: bool = False) -> None:
         self.on = False
         self.products: dict[nn.Module, Fast] = {}
         linears = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) in (nn.Linear, _SwitchedLinear)]
@@ -40,7 +44,8 @@ class Packed:
             self._add({layer: _Passing(layer) for layer in linears})
         else:
             norms = [m for m in model.modules() if isinstance(m, nn.RMSNorm) and type(m) in NORMS]
-            self._add({layer: row_product([layer.weight], [layer.bias], laid=True) for layer in linears})
+            products = {layer: row_product([layer.weight], [layer.bias], True, rounds) for layer in linears}
+            self._add(products)
             self._add({norm: row_norm(norm.weight, norm.eps) for norm in norms if norm.eps and norm.weight is not None})
             self._pack([layer for layer in linears if layer not in self.products and _packable(layer)])
         for layer, product in self.products.items():
@@ -159,16 +164,16 @@ class Product:
 
     With compiled kernels weights are laid out when they are first used. Else they are joined; on machines that gain
     nothing from packing, the layers' own weights then become views of the joined one, so that nothing is held twice; not so
-    with `passing`, for a product that is forgotten before the layers' weights are.
+    with `passing`, for a product that is forgotten before the layers' weights are. `rounds`: as for `Packed`.
     """
 
-    def __init__(self, *layers: Any, passing: bool = False) -> None:
+    def __init__(self, *layers: Any, passing: bool = False, rounds: bool = False) -> None:
         weights = [layer.weight.detach() for layer in layers]
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         if biases and len(biases) != len(layers):
             raise ValueError("linear layers with and without bias cannot be joined")
         self.bias = torch.cat(biases) if biases else None
-        self.few = row_product(weights, [layer.bias for layer in layers], laid=not passing)
+        self.few = row_product(weights, [layer.bias for layer in layers], not passing, rounds)
         self.packed, self.apart = False, weights
         if self.few:
             return

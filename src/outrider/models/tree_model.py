@@ -26,6 +26,7 @@ from outrider.cache.nodes import Nodes
 from outrider.cache.pending import Pending
 from outrider.cache.recurrent import NodeStates, StateKey, StateSpec
 from outrider.cache.tree_cache import TreeCache
+from outrider.models.inference import inference
 from outrider.models.mixer_calls import find_mixers, wrap_mixer
 from outrider.models.packed import Packed
 from outrider.models.protocol import Rows
@@ -80,7 +81,7 @@ class CachedTreeModel:
             wrap_mixer(mixer)
         return {key: StateSpec(tuple(s.shape), s.dtype) for key, s in cache.prefilled_states().items()}
 
-    @torch.inference_mode()
+    @inference
     def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
         """Prefill tokens behind what the cache has seen, without the vocabulary head; hidden states at the taps."""
         with tapping(self.model, taps) as reader:
@@ -98,7 +99,7 @@ class CachedTreeModel:
             self.model.base_model(input_ids=torch.tensor([list(part)], device=self.device), **kwargs)
             cache.seen += len(part)
 
-    @torch.inference_mode()
+    @inference
     def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> CachedTreeState:
         """Prefill each prompt on its own, so that a row never depends on its neighbours."""
         caches, features = [], []
@@ -134,7 +135,7 @@ class CachedTreeModel:
         types = set(self.config.layer_types)
         return {t: tensors.get(self.windows.get(t)) if t in self.windows else None for t in types}
 
-    @torch.inference_mode()
+    @inference
     def forward(
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
@@ -161,7 +162,7 @@ class CachedTreeState:
         """Pending nodes of each row, padding included."""
         return self.nodes.count
 
-    @torch.inference_mode()
+    @inference
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits [B, N, V]; see `TreeState`."""
         new = max(map(len, tokens))
@@ -183,7 +184,7 @@ class CachedTreeState:
         )
         return logits_BNV[:, :new]
 
-    @torch.inference_mode()
+    @inference
     def commit(self, paths: Rows) -> None:
         """A path per row joins the committed state."""
         base = max(self.lengths)
@@ -193,7 +194,7 @@ class CachedTreeState:
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
         self.nodes.clear()
 
-    @torch.inference_mode()
+    @inference
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         if list(rows) == list(range(len(self.lengths))):

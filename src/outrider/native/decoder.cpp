@@ -298,22 +298,30 @@ class Run {
     }
 
     void feed_forward(const Layer& layer) {
-        shared(layer.gate.pieces(), [&](int64_t piece) {
-            alignas(64) float gate[MOST_ROWS][SIDE * TILE];
-            const int64_t start = layer.gate.output(piece * SIDE);
-            for (int64_t first = 0; first < rows; first += MOST_ROWS) {
-                const int64_t some = std::min(MOST_ROWS, rows - first);
-                const T* x = normal + first * m.width;
-                product_piece(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
-                    store(gate[row] + o - start, activated(found + layer.gate.shift(o), m.activation));
-                });
-                product_piece(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
-                    store(inner + (first + row) * m.inner + o, load(gate[row] + o - start) * (found + layer.up.shift(o)));
-                });
-            }
+        as_taken(layer.gate, m.width, normal, rows, [&](const auto* x, int64_t start, int64_t count) {
+            shared(layer.gate.pieces(), [&](int64_t piece) { gated(layer, piece, x, inner + start * m.inner, count); });
         });
 #pragma omp barrier
     }
+
+    // A piece of the inner activations of some rows.
+    template <class Taken>
+    void gated(const Layer& layer, int64_t piece, const Taken* x, T* out, int64_t count) {
+        alignas(64) float gate[MOST_ROWS][SIDE * TILE];
+        const int64_t start = layer.gate.output(piece * SIDE);
+        for (int64_t first = 0, some; first < count; first += some, x = behind(x, some)) {
+            some = std::min(MOST_ROWS, count - first);
+            product_piece(layer.gate, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                store(gate[row] + o - start, activated(found + layer.gate.shift(o), m.activation));
+            });
+            product_piece(layer.up, piece, m.width, x, some, [&](int64_t row, int64_t o, Floats found) {
+                store(out + (first + row) * m.inner + o, load(gate[row] + o - start) * (found + layer.up.shift(o)));
+            });
+        }
+    }
+
+    const T* behind(const T* x, int64_t count) const { return x + count * m.width; }
+    const Rounded* behind(const Rounded* x, int64_t) const { return x; }  // which are no more than MOST_ROWS
 };
 
 }  // namespace
@@ -326,5 +334,14 @@ int outrider_pass(const Model* model, const Pass* pass) {
         if (model->bytes == 2) Run<bf16>(*model, *pass, space)();
         else Run<float>(*model, *pass, space)();
     });
+}
+
+// Keys and values of some slots of every layer, in rising order, to consecutive slots from `target` on: of `groups` heads from `begin` on.
+void outrider_move(int64_t layers, void* const* keys, void* const* values, int64_t begin, int64_t groups, int64_t room, int64_t size,
+                   const int64_t* slots, int64_t count, int64_t target) {
+    for (int64_t i = 0; i < 2 * layers * groups; i++) {
+        char* held = static_cast<char*>((i % 2 ? values : keys)[i / 2 / groups]) + (begin + i / 2 % groups) * room * size;
+        for (int64_t at = 0; at < count; at++) memmove(held + (target + at) * size, held + slots[at] * size, size);
+    }
 }
 }

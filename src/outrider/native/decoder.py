@@ -93,6 +93,13 @@ class Held:
         self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
         self.keys, self.values = (ctypes.addressof(at) for at in self._at)
 
+    def move(self, row: int, slots: Sequence[int], target: int) -> None:
+        """Gather rising slots of a row into consecutive ones from `target` on, none of which lies behind its source."""
+        like = self._tensors[0][0]
+        groups, size, places = like.shape[1], like.shape[3] * like.element_size(), (c_int64 * len(slots))(*slots)
+        both, heads = (self.keys, self.values), (row * groups, groups)
+        library().outrider_move(self.layers, *both, *heads, self.room, size, places, len(slots), target)
+
     def layer(self, index: int) -> Held:
         """Those of one layer."""
         keys, values = self._tensors
@@ -124,6 +131,7 @@ class Decoder:
 
     Args:
         lying: read weights as they lie instead.
+        rounds: rounded to bytes, as a drafter's may be (`Layout`).
 
     Raises:
         Unavailable: without compiled kernels.
@@ -140,6 +148,7 @@ class Decoder:
     unembed: nn.Linear | None = None
     layouts: tuple[Layout, ...] = ()
     lying: bool = False
+    rounds: bool = False
     _held: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +188,7 @@ class Decoder:
             raise ValueError("the kernels want weights of one dtype, row after row")
         new = [weight for weight in weights if not self._layout_of(weight).address(weight)]
         if new and not self.lying:
-            self.layouts = (*self.layouts, Layout(new))
+            self.layouts = (*self.layouts, Layout(new, self.rounds))
 
     def _layout_of(self, weight: Tensor) -> Layout:
         return next((layout for layout in self.layouts if layout.address(weight)), Layout([]))

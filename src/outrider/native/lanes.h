@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -14,6 +14,7 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef float Unaligned __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32), aligned(2)));
+typedef int8_t Chars __attribute__((vector_size(16), aligned(1)));
 
 struct bf16 {
     uint16_t bits;

@@ -1,5 +1,8 @@
 """Weights laid out for the kernels: one piece of memory, in the order in which a pass reads them.
 
+A drafter's are rounded to bytes where the CPU multiplies bytes: half as much is read. Whether a draft is good is all that
+depends on it; a target's weights stay what they are.
+
 Shapes: K inputs, V outputs.
 """
 
@@ -15,34 +18,47 @@ from outrider.models.resident import in_huge_pages, release
 from outrider.native.library import library
 
 TILE, LINE = 16, 64
+LONGEST = 1 << 16  # inputs whose sum of products of bytes fits into four bytes
 
 
 class LinearStructure(Structure):
-    """A weight [V, K], a bias [V] of float32 or null, V, and whether the weight is laid out."""
+    """A weight [V, K], a bias [V] of float32 or null, V, whether the weight is laid out, and the scales [V] of one in bytes."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outs", c_int64), ("laid", c_int64)]
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("outs", c_int64),
+        ("laid", c_int64),
+        ("scales", c_void_p),
+    ]
 
 
 class Layout:
     """Copies of weights [V, K] in the kernels' own order. Weights that are mapped from a file are given back, so nothing is held
     twice. Those that fill no tile, or whose inputs fill no four bytes, are left out.
 
+    Args:
+        rounds: round bfloat16 weights to bytes, with a scale for each output, where the CPU multiplies bytes.
+
     Raises:
         Unavailable: without compiled kernels.
     """
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], rounds: bool = False) -> None:
         self._held = [weight for weight in weights if fits(weight)]  # so that no other comes to lie at their addresses
+        rounded = {_key(weight): _rounded(weight) for weight in self._held if rounds and _rounds(weight)}
+        self._scales = {key: scales_V for key, (_, scales_V) in rounded.items()}
+        sources = [rounded[_key(weight)][0] if _key(weight) in rounded else weight for weight in self._held]
         places, end = [], 0
-        for weight in self._held:
+        for source in sources:
             places.append(end)
-            end += -(-_size(weight) // LINE) * LINE
+            end += -(-_size(source) // LINE) * LINE
         self.memory = in_huge_pages(end)
         self._at = {_key(weight): self.memory.data_ptr() + place for weight, place in zip(self._held, places)}
         call, threads = library().outrider_lay_out, torch.get_num_threads()
-        for weight in self._held:
-            outs, inputs = weight.shape
-            call(weight.element_size(), weight.data_ptr(), outs, inputs, self._at[_key(weight)], threads)
+        for weight, source in zip(self._held, sources):
+            outs, inputs = source.shape
+            call(source.element_size(), source.data_ptr(), outs, inputs, self._at[_key(weight)], threads)
             release(weight)
 
     def linear(self, weight: Tensor, bias: int | None = None) -> LinearStructure:
@@ -51,8 +67,9 @@ class Layout:
         Args:
             bias: where it is, [V] of float32.
         """
-        laid = self.address(weight)
-        return LinearStructure(laid or weight.data_ptr(), bias, len(weight), laid is not None)
+        laid, scales_V = self.address(weight), self._scales.get(_key(weight))
+        scales = scales_V.data_ptr() if scales_V is not None else None
+        return LinearStructure(laid or weight.data_ptr(), bias, len(weight), laid is not None, scales)
 
     def address(self, weight: Tensor) -> int | None:
         """Where a weight was laid out; None for one that was not."""
@@ -62,6 +79,25 @@ class Layout:
 def fits(weight: Tensor) -> bool:
     """Whether a weight can be laid out."""
     return len(weight) >= TILE and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 4 == 0
+
+
+def _rounds(weight: Tensor) -> bool:
+    """Whether a weight can be rounded to bytes, and gains by it. One in float32 is there to be compared with."""
+    inputs = weight.shape[1]
+    return weight.dtype is torch.bfloat16 and inputs % 4 == 0 and inputs <= LONGEST and multiplies_bytes()
+
+
+def multiplies_bytes() -> bool:
+    """Whether the kernels were compiled for a CPU that multiplies bytes (AVX512-VNNI)."""
+    return bool(library().outrider_multiplies_bytes())
+
+
+def _rounded(weight_VK: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as bytes, larger by 128 so that none is below 0, and its scales [V]."""
+    wide_VK = weight_VK.float()
+    highest_V1 = wide_VK.abs().amax(-1, keepdim=True)
+    bytes_VK = (wide_VK * (127 / highest_V1).nan_to_num_(posinf=0.0)).round_()
+    return bytes_VK.add_(128).to(torch.uint8), highest_V1[:, 0] / 127
 
 
 def _size(weight: Tensor) -> int:

@@ -20,6 +20,7 @@ from outrider.machine import cpuinfo
 from outrider.paths import cache_dir
 
 SOURCES = (
+    "best.cpp",
     "decoder.cpp",
     "delta.cpp",
     "mixer.cpp",
@@ -27,6 +28,7 @@ SOURCES = (
     "sums.cpp",
     "rows.h",
     "products.h",
+    "rounded.h",
     "steps.h",
     "lanes.h",
 )
@@ -67,8 +69,12 @@ def _load() -> ctypes.CDLL | str:
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
     found.outrider_lay_out.argtypes = [number, at, number, number, at, number]
-    found.outrider_highest.argtypes = [number, at, number, number, at, at]
-    found.outrider_highest.restype = None
+    found.outrider_highest.argtypes = [number, at, number, number, ctypes.c_float, at, at, at, number]
+    found.outrider_move.argtypes = [number, at, at, number, number, number, number, at, number, number]
+    found.outrider_best.argtypes = [number, at, number, number, number, number, ctypes.c_float, at, at, at, at]
+    found.outrider_hashed.argtypes = [ctypes.c_uint64, number, at]
+    found.outrider_joined.argtypes = [at, at, number, at, number]
+    found.outrider_highest.restype = found.outrider_move.restype = found.outrider_hashed.restype = None
     found.outrider_product.restype = found.outrider_norm.restype = found.outrider_lay_out.restype = None
     return found
 

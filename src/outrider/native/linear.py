@@ -5,6 +5,7 @@ Shapes: M rows, K inputs, V outputs, D width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from ctypes import byref
 
@@ -41,13 +42,16 @@ class RowProduct:
         weights: [V, K] each.
         biases: of each, [V] or None.
         laid: lay them out.
+        rounds: rounded to bytes, as a drafter's may be (`Layout`).
 
     Raises:
         Unavailable: without compiled kernels.
         ValueError: for weights that the kernels do not read.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], laid: bool = False) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], laid: bool = False, rounds: bool = False
+    ) -> None:
         self._call = library().outrider_product
         weights = [weight.detach() for weight in weights]
         biases = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
@@ -59,7 +63,7 @@ class RowProduct:
         self._bytes, self.outs = weights[0].element_size(), sum(map(len, weights))
         self._most = FEW_ROWS * self.inputs
         self._layout: Layout | None = None
-        self._is_to_be_laid = laid and all(map(fits, weights))
+        self._is_to_be_laid, self._rounds = laid and all(map(fits, weights)), rounds
         self._point()
 
     def _point(self) -> None:
@@ -69,6 +73,20 @@ class RowProduct:
         self._parts = (LinearStructure * len(parts))(*parts)
         self._at, self._count = byref(self._parts), len(parts)
 
+    def _lay_out(self) -> None:
+        if self._is_to_be_laid:
+            self._layout, self._is_to_be_laid = Layout(self._held[0], self._rounds), False
+            self._point()
+
+    def beside(self, weight: Tensor) -> RowProduct:
+        """The same product with the outputs of another weight behind, which is read as it lies."""
+        self._lay_out()
+        check_weights([weight], self.dtype)
+        made, (weights, biases) = copy.copy(self), self._held
+        made._held, made.outs = ([*weights, weight], [*biases, None]), self.outs + len(weight)
+        made._point()
+        return made
+
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels multiply this input."""
         few = self._is_to_be_laid or self._layout is not None or x.numel() <= self._most
@@ -76,9 +94,7 @@ class RowProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs [..., V] of an input [..., K] in the dtype of the weights."""
-        if self._is_to_be_laid:
-            self._layout, self._is_to_be_laid = Layout(self._held[0]), False
-            self._point()
+        self._lay_out()
         x = x.contiguous()
         shape = x.shape
         out = x.new_empty(*shape[:-1], self.outs)
@@ -90,11 +106,11 @@ class RowProduct:
 
 
 def row_product(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, laid: bool = False
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, laid: bool = False, rounds: bool = False
 ) -> RowProduct | None:
     """The product by the kernels; None where they do not compute it."""
     try:
-        return RowProduct(weights, biases or [None] * len(weights), laid)
+        return RowProduct(weights, biases or [None] * len(weights), laid, rounds)
     except (Unavailable, ValueError):
         return None
 

@@ -40,7 +40,7 @@ class _Nodes(Structure):
 
 
 class MixerKernel:
-    """A mixer. Its large weights are laid out for the kernels; the small ones are copied.
+    """A drafter's mixer. Its large weights are laid out for the kernels, rounded to bytes; the small ones are copied.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -55,7 +55,7 @@ class MixerKernel:
         convolution, shift = mixer.conv
         parts = (convolution, shift, mixer.dt_bias, mixer.A, mixer.D, mixer.norm.weight)
         small = [part.detach().float().contiguous() for part in parts]
-        layout = Layout(weights)
+        layout = Layout(weights, rounds=True)
         self._held = weights, small, layout
         self._mixer = _Mixer(
             weights[0].element_size(),

@@ -1,6 +1,6 @@
 // Sums of products, for every number of rows and tiles, and weights laid out for them.
 //
-// A unit is four bytes: one float of a row, or two bf16. Laid out, sixteen outputs lie side by side, one unit of their input each, so one
+// A unit is four bytes: one float of a row, two bf16, or four bytes. Laid out, sixteen outputs lie side by side, one unit of their input each, so one
 // vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles of sixteen outputs
 // lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the stack, a part at a time.
 
@@ -19,9 +19,9 @@ constexpr int64_t BLOCK = 256;  // units that are laid out at a time
 
 // Adds products of R rows with C tiles to sums; asks for LINES lines of memory from `ahead` on in every step.
 template <class T, int R, int C, int LINES>
-void add(const T* w, int64_t inputs, const T* x, int64_t stride, const char* ahead, Floats* sums) {
+void add(const T* w, int64_t inputs, const T* x, int64_t stride, const char* ahead, Sum<T>* sums) {
     typedef Step<T> S;
-    Floats sum[R][C];
+    Sum<T> sum[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sum[r][c] = sums[r * C + c];
     int64_t k = 0;
@@ -40,7 +40,7 @@ void add(const T* w, int64_t inputs, const T* x, int64_t stride, const char* ahe
 }
 
 template <class T, int C, int LINES, int R = MOST>
-void add_rows(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, const char* ahead, Floats* sums) {
+void add_rows(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, const char* ahead, Sum<T>* sums) {
     if constexpr (R > 1)
         if (rows < R) return add_rows<T, C, LINES, R - 1>(w, inputs, x, stride, rows, ahead, sums);
     add<T, R, C, LINES>(w, inputs, x, stride, ahead, sums);
@@ -48,7 +48,7 @@ void add_rows(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t ro
 
 // All rows, some at a time. While many are multiplied the weights that follow are asked for, if they lie in memory.
 template <class T, int C>
-void add_tiles(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Floats* sums) {
+void add_tiles(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sum<T>* sums) {
     const int64_t chunks = (rows + MOST - 1) / MOST, size = C * TILE * inputs * int64_t(sizeof(T));
     const char* ahead = reinterpret_cast<const char*>(w) + size;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
@@ -62,7 +62,7 @@ void add_tiles(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t r
 }
 
 template <class T>
-void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Floats* sums) {
+void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sum<T>* sums) {
     if (beside == 1) add_tiles<T, 1>(w, inputs, x, stride, rows, is_in_memory, sums);
     else if (beside == 2) add_tiles<T, 2>(w, inputs, x, stride, rows, is_in_memory, sums);
     else add_tiles<T, SIDE>(w, inputs, x, stride, rows, is_in_memory, sums);
@@ -126,14 +126,16 @@ void add_lying(const Linear& m, int64_t first, int64_t beside, int64_t inputs, c
 }  // namespace
 
 template <class T>
-void piece_sums(const Linear& m, int64_t piece, int64_t inputs, const T* x, int64_t rows, Floats* sums) {
+void piece_sums(const Linear& m, int64_t piece, int64_t inputs, const T* x, int64_t rows, Sum<T>* sums) {
     const int64_t first = piece * SIDE, beside = m.beside(piece);
-    std::fill(sums, sums + rows * beside, Floats{});
-    if (m.laid) add_piece(static_cast<const T*>(m.weight) + first * TILE * inputs, beside, inputs, x, inputs, rows, true, sums);
-    else add_lying(m, first, beside, inputs, x, rows, sums);
+    std::fill(sums, sums + rows * beside, Sum<T>{});
+    if constexpr (sizeof(T) > 1)
+        if (!m.laid) return add_lying(m, first, beside, inputs, x, rows, sums);
+    add_piece(static_cast<const T*>(m.weight) + first * TILE * inputs, beside, inputs, x, inputs, rows, true, sums);
 }
 template void piece_sums(const Linear&, int64_t, int64_t, const float*, int64_t, Floats*);
 template void piece_sums(const Linear&, int64_t, int64_t, const bf16*, int64_t, Floats*);
+template void piece_sums(const Linear&, int64_t, int64_t, const int8_t*, int64_t, Ints*);
 
 void lay_out(const Linear& m, int64_t stride, void* out) {
     shared(m.pieces(), [&](int64_t piece) {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.api import Engine
 from outrider.drafters.catalog import make_drafter
+from outrider.drafters.lm import LMDrafter
 from outrider.train.batches import Batch
 from outrider.train.features import Example
 from outrider.train.losses import Laws
@@ -72,3 +73,16 @@ def test_a_trained_drafter_keeps_its_scale_and_texts_do_not_depend_on_it(
     (folder / "config.json").write_text(json.dumps({**known, "sharpness": "very"}))
     with pytest.raises(ValueError, match="sharpness"):
         make_drafter(str(folder), engine.target, engine.tokenizer, dtype=engine.dtype)
+
+
+def test_scores_are_scaled_where_tokens_are_drawn_and_nowhere_else(engine: Engine, target: Path) -> None:
+    drafter = make_drafter(str(target), engine.target, engine.tokenizer, dtype=engine.dtype)
+    assert isinstance(drafter, LMDrafter) and drafter.sharpness == 1.0
+    kept = {}
+    for scale, temperature in ((1.0, 0.9), (0.2, 0.9), (0.2, 0.0)):
+        drafter.sharpness = scale
+        with engine.drafting(drafter):
+            stats = engine.generate("abc", seed=3, temperature=temperature, shape="chain3", max_new_tokens=24).stats
+        kept[scale, temperature] = stats.accepted / stats.tried
+    assert kept[1.0, 0.9] == kept[0.2, 0.0] == 1.0  # the target as its own drafter
+    assert kept[0.2, 0.9] < 0.9

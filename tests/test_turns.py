@@ -14,10 +14,10 @@ from bench_fakes import Clock
 from families import tiny
 from helpers import PROMPT, lm
 from outrider.api import Engine
-from outrider.bench.turns import TURN, Heard, Text, Turns, Written, take_turns, without_stalls
+from outrider.bench.turns import TURN, Heard, Text, Timed, Turns, Written, take_turns, without_stalls
 from outrider.controller import Fixed
 from outrider.rounds import Round, Walked
-from outrider.tree import OFF, parse_shape
+from outrider.tree import parse_shape
 
 TOKENS = 96
 Machine = Callable[[float], float]  # how much longer everything takes at a time
@@ -144,11 +144,21 @@ def test_stalls_are_taken_out_and_told() -> None:
 
 def test_few_rounds_of_a_kind_are_left_as_they_are() -> None:
     """What is rare has nothing to be compared with: a first trial of a slow drafter is not a stall."""
-    bench = Bench(steady, noise=0.0)
-    (one,) = [take_turns("t", {"a": lambda: bench.text("a", 0.01)}, TOKENS, bench.chance, bench.clock)]
-    rare = Round(OFF, [Walked((), 0, False, 0, True)], verify=5.0)
-    one.rounds["a"][3] = one.rounds["a"][3].__class__(1, rare.seconds, rare.seconds, "rare")
-    assert without_stalls([one])[0][0].rounds["a"][3].seconds == 5.0
+    usual, rare = [Timed(1, 0.01, 0.01, "usual")] * 10, Timed(1, 5.0, 5.0, "rare")
+    ((found,),), gone = without_stalls([[[*usual, rare]]])
+    assert found == pytest.approx((11, 5.1)) and gone == pytest.approx(0.0)
+
+
+def test_stretches_in_which_the_machine_was_taken_away_count_for_nobody() -> None:
+    """Another process is at work for a third of the time, and all is ten times as slow: speeds and ratios stay the same."""
+
+    def taken(now: float) -> float:
+        return 10.0 if 20.0 < now % 60.0 < 40.0 else 1.0
+
+    turns = Bench(taken, noise=0.0).run({"plain": 0.01, "auto": 0.0125}, accepted=(2,))
+    assert turns.speed("plain") == pytest.approx(200, rel=0.02)
+    assert turns.ratio("auto", ["plain"]).value == pytest.approx(0.8, abs=0.005)
+    assert turns.stalled > 0.2
 
 
 def test_methods_take_turns_within_a_text_in_changing_order() -> None:
@@ -176,4 +186,3 @@ def test_real_texts_are_whole_and_the_same_and_the_prompt_is_left_out() -> None:
         spent, told = sum(done.seconds for done in rounds), result.stats.seconds
         rounded = sum(told[phase] for phase in ("draft", "verify", "commit"))
         assert spent >= rounded + told["prefill"] * shapes[shape]
-    assert sum(turn for turn in Turns([written]).tokens_LM[:, 0]) == 40

@@ -2,8 +2,9 @@
 
 A machine whose speed drifts, or that stalls now and then, deceives whoever runs one method after the other. Here all methods
 write the same stretch of a text within about a second, in an order drawn anew for every stretch, so that drift meets all alike.
-A round that took far longer than the rounds like it was stalled by the machine, and counts as the median of those. A speed is
-then all tokens over all seconds, and a ratio is one of speeds; its interval is what resampled stretches give (bootstrap).
+A round that took far longer than the rounds like it was stalled by the machine, and counts as the median of those; a stretch in
+which everything took far longer counts for nobody. A speed is then all tokens over all seconds, and a ratio is one of speeds; its
+interval is what resampled stretches give (bootstrap).
 
 Whoever picks the fastest of many noisy methods and reads its speed off the same numbers flatters it. So the fastest is picked on
 one half of the stretches, its speed is read off the other half, and the other way round (cross-fitting).
@@ -171,51 +172,27 @@ class Spread:
         return {"value": self.value, "interval": [self.low, self.high]}
 
 
-def without_stalls(written: Sequence[Written]) -> tuple[list[Written], float]:
-    """The same texts, stalled rounds as long as their kind's median; and the share of all time that this takes away."""
-    kinds = defaultdict[Hashable, list[float]](list)
-    for one in written:
-        for rounds in one.rounds.values():
-            for done in rounds:
-                kinds[done.kind].append(done.busy)
-    usual = {kind: statistics.median(found) for kind, found in kinds.items() if len(found) >= FEW}
-    total = lost = 0.0
-
-    def mended(done: Timed) -> Timed:
-        nonlocal total, lost
-        median = usual.get(done.kind, done.busy)
-        over = done.busy - median if done.busy > STALL * median else 0.0
-        total, lost = total + done.seconds, lost + over
-        return replace(done, seconds=done.seconds - over)
-
-    found = [
-        replace(w, rounds={n: [mended(done) for done in rounds] for n, rounds in w.rounds.items()}) for w in written
-    ]
-    return found, lost / total if total else 0.0
-
-
 class Turns:
-    """Tokens and seconds by stretch and method: what was written in turns, stalls taken out.
+    """Tokens and seconds by stretch and method: what was written in turns, without what the machine lost by itself.
 
     Args:
         written: texts; all by the same methods.
     """
 
     def __init__(self, written: Sequence[Written]) -> None:
-        mended, self.stalled = without_stalls(written)
         self.methods = list(written[0].rounds)
-        self.tasks, self.prompts, halves = list[str](), list[int](), list[int]()
-        laps = list[list[tuple[int, float]]]()
-        for prompt, one in enumerate(mended):
+        self.tasks, self.prompts, halves, laps = list[str](), list[int](), list[int](), list[Lap]()
+        for prompt, one in enumerate(written):
             by_method = [_stretches(rounds) for rounds in one.rounds.values()]
             for number in range(max(map(len, by_method))):
                 self.tasks.append(one.task)
                 self.prompts.append(prompt)
                 halves.append((prompt + number) % 2)  # every other stretch; prompts begin in either half
-                laps.append([found[number] if number < len(found) else (0, 0.0) for found in by_method])
-        table = np.array(laps)  # [stretches, methods, 2]
-        self.tokens_LM, self.seconds_LM = table[..., 0], table[..., 1]
+                laps.append([found[number] if number < len(found) else [] for found in by_method])
         self.half_L = np.array(halves)
+        found, self.stalled = without_stalls(laps)
+        table = np.array(found)  # [stretches, methods, 2]
+        self.tokens_LM, self.seconds_LM = table[..., 0], table[..., 1]
 
     def speed(self, method: str, task: str | None = None) -> float:
         """Tokens per second."""
@@ -252,8 +229,9 @@ class Turns:
             places = np.flatnonzero(chosen_L & self._of(task) & (self.half_L == half))
             if count := len(places):
                 weights_RL[1:, places] = rng.multinomial(count, np.full(count, 1.0 / count), RESAMPLED)
-        value, *again = statistic(weights_RL)
-        low, high = np.quantile(again, [(1.0 - INSIDE) / 2, (1.0 + INSIDE) / 2])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, *again = statistic(weights_RL)
+        low, high = np.nanquantile(again, [(1.0 - INSIDE) / 2, (1.0 + INSIDE) / 2])
         return Spread(float(value), float(low), float(high))
 
     def _seconds(self, methods: Sequence[str], weights_RL: np.ndarray) -> np.ndarray:
@@ -274,13 +252,54 @@ class Turns:
         return total
 
 
-def _stretches(rounds: Sequence[Timed]) -> list[tuple[int, float]]:
-    """Tokens and seconds of the rounds that began in each stretch of a text."""
-    found, written = list[tuple[int, float]](), 0
+# ---- what the machine lost -------------------------------------------------------------------------------------------
+
+Lap = list[list[Timed]]
+"""The rounds of every method in one stretch of a text."""
+
+
+def without_stalls(laps: Sequence[Lap]) -> tuple[list[list[tuple[int, float]]], float]:
+    """Tokens and seconds by stretch and method. Stalled rounds take their kind's median; stretches in which everything took so
+    long, whoever drafted, count for nobody.
+
+    Returns:
+        These, and the share of all time that is gone.
+    """
+    kinds = defaultdict[Hashable, list[float]](list)
+    for done in (done for lap in laps for turn in lap for done in turn):
+        kinds[done.kind].append(done.busy)
+    usual = {kind: statistics.median(found) for kind, found in kinds.items() if len(found) >= FEW}
+    found, total, left = list[list[tuple[int, float]]](), 0.0, 0.0
+    for lap in laps:
+        slower = [_slower(turn, usual) for turn in lap if turn]
+        away = bool(slower) and statistics.median(slower) > STALL
+        turns = [(0, 0.0) if away else _mended(turn, usual) for turn in lap]
+        total += sum(done.seconds for turn in lap for done in turn)
+        left += sum(seconds for _, seconds in turns)
+        found.append(turns)
+    return found, 1.0 - left / total if total else 0.0
+
+
+def _slower(turn: Sequence[Timed], usual: Mapping[Hashable, float]) -> float:
+    """How many times as long as usual a turn took."""
+    return sum(done.busy for done in turn) / sum(usual.get(done.kind, done.busy) for done in turn)
+
+
+def _mended(turn: Sequence[Timed], usual: Mapping[Hashable, float]) -> tuple[int, float]:
+    """Tokens and seconds of a turn, stalls taken out."""
+    seconds = 0.0
+    for done in turn:
+        median = usual.get(done.kind, done.busy)
+        seconds += done.seconds - (done.busy - median if done.busy > STALL * median else 0.0)
+    return sum(done.tokens for done in turn), seconds
+
+
+def _stretches(rounds: Sequence[Timed]) -> list[list[Timed]]:
+    """The rounds that began in each stretch of a text."""
+    found, written = list[list[Timed]](), 0
     for done in rounds:
         while len(found) <= written // TURN:
-            found.append((0, 0.0))
-        tokens, seconds = found[written // TURN]
-        found[written // TURN] = tokens + done.tokens, seconds + done.seconds
+            found.append([])
+        found[written // TURN].append(done)
         written += done.tokens
     return found

@@ -14,6 +14,7 @@ GROUPS = 8  # wider passes count as the last group
 # a row more within a group, as a share of a plain pass, and the squared rows that this is worth
 NODE, NODE_TRUST = 0.01, 0.1
 STEP = 0.1  # of another group, as a share of a plain pass, before any was seen
+KNOWN = 0.002  # weight, in observations of now, from which on a group was seen: a step forgotten would be tried again and again
 TOLD = 0.05  # weight of a pass that tells of the slope among those before
 PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
 SLOW_START = 0.25  # weight of the very first rounds of a process
@@ -50,7 +51,7 @@ class Passes:
             plain: seconds of a plain pass.
             unit: weight of one observation of now.
         """
-        slope, seen = self.slope(plain), [g for g in range(GROUPS) if self.weight[g] > 0.5 * unit]
+        slope, seen = self.slope(plain), [g for g in range(GROUPS) if self.weight[g] > KNOWN * unit]
         step = STEP * plain
         if len(seen) > 1:  # as between the groups that were seen
             (x0, y0), (x1, y1) = (self._mean(g) for g in (seen[0], seen[-1]))

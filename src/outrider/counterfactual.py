@@ -23,11 +23,12 @@ from outrider.knowledge import Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
 from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
-from outrider.worth import totals
+from outrider.worth import passes, totals
 
 SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
 REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
+OTHER = 0.03  # share of the time that another reach must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 TRUST = 16.0  # rounds that a prior is worth
 START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain rounds
@@ -149,7 +150,7 @@ class Counterfactual:
                 worth = self.knowledge.calibration.worth(self.unit)
                 self.stops = stops(worth, speed, self.rows, node, *clocks.drafting())
             shape = replace(shape, least=self.stops.least, enough=self.stops.enough)
-        self.chosen = replace(shape, reach=self._reach(speed)) if self.reach else shape
+        self.chosen = replace(shape, reach=self._reach()) if self.reach else shape
 
     def _ratings(self) -> list[Rating]:
         """Of every shape that may be drafted."""
@@ -198,10 +199,14 @@ class Counterfactual:
         _, shape = fastest_tree(chances, lambda shape: self._rating(shape, 1.0).seconds, TREE_NODES, TREE_DEPTHS)
         self.tree = shape.adapting(0.0, self.reach) if shape.depth else None
 
-    def _reach(self, speed: float) -> int:
-        """How deep lookups are worth their rows."""
-        sums = totals(self.knowledge.lookups.chances(self.unit), self.verify)
-        return max(REACHES, key=lambda reach: sums[reach][0] - speed * sums[reach][1] if reach <= self.reach else 0.0)
+    def _reach(self) -> int:
+        """How deep lookups go: what they copy is the same, so the depth that takes the least time to copy it."""
+        chances = self.knowledge.lookups.chances(self.unit)
+        sums = totals(chances, self.verify)
+        reaches = [reach for reach in REACHES if reach <= self.reach] or [self.reach]
+        took = {reach: passes(chances, reach) * sums[reach][1] for reach in reaches}
+        best, before = min(reaches, key=took.__getitem__), self.chosen.reach
+        return before if before in took and took[best] > (1.0 - OTHER) * took[before] else best
 
     # -- learning --------------------------------------------------------------------------------------------------
 

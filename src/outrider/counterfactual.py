@@ -59,7 +59,7 @@ class _Pace:
     """What is known of the time of rounds of about as many rows.
 
     Args:
-        purse: seconds that drafting may still lose; None before there is a plain pass to measure it by.
+        purse: plain rounds whose time drafting may still lose; None before there was one.
         on: whether drafting goes on from round to round, or rounds are trials; None before that was asked.
         since: the last plain round.
     """
@@ -128,7 +128,7 @@ class Counterfactual:
             return self.pace.purse > 0
         plain, best = self.clocks.plain, self.best
         price = max(best.seconds - best.length * plain, LEAST_PRICE * (best.seconds - plain))
-        return self.pace.purse >= price
+        return self.pace.purse * plain >= price
 
     def _rate(self) -> None:
         """Compare all shapes, and draft from now on with the best one, or not at all."""
@@ -136,7 +136,7 @@ class Counterfactual:
         self.verify = clocks.verify(self.rows)
         ratings = self._ratings()
         best = max(ratings, key=lambda rating: rating.speed)
-        before, purse = self.pace.on, START * plain if self.pace.purse is None else self.pace.purse
+        before, purse = self.pace.on, START if self.pace.purse is None else self.pace.purse
         self.pace.on = best.speed * plain > 1.0 + self.margin and purse >= 0
         # who gives up begins to save anew
         self.pace.purse = min(purse, 0.0) if before is not False and not self.pace.on and clocks.asked else purse
@@ -252,11 +252,13 @@ class Counterfactual:
         plain = self.clocks.plain
         if not plain:
             return
-        before, seconds = START * plain if self.pace.purse is None else self.pace.purse, done.seconds
+        before, seconds = START if self.pace.purse is None else self.pace.purse, done.seconds
         if done.shape.depth and self.best is not None and self.clocks.asked:
             seconds = min(seconds, Fit.CLIP * self.best.seconds)  # a stall of the machine is no loss by drafting
         gained = done.emitted / self.rows * plain - seconds if done.shape.depth else 0.0
-        self.pace.purse = min(before + gained + self.share * seconds, PURSE * plain)
+        if done.emitted == len(done.rows):  # nothing was kept: whatever the clock says, that is no gain
+            gained = min(gained, 0.0)
+        self.pace.purse = min(before + (gained + self.share * seconds) / plain, PURSE)
 
     def _hear(self, done: Round) -> None:
         for row in done.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -240,6 +241,26 @@ def test_trials_of_a_hopeless_drafter_come_the_rarer_the_dearer_they_are() -> No
     cheap, dear = trials(0.2), trials(2.0)
     assert dear <= 8 < 20 <= cheap
     assert 0.2 * cheap < 16.0 and 2.0 * dear < 18.0, "both lose a share of the time"
+
+
+@pytest.mark.parametrize("first", [0.01, 0.04])
+@pytest.mark.parametrize("seed", range(6))
+def test_stalls_are_no_gain_of_drafting(first: float, seed: int) -> None:
+    """Plain rounds that the machine stalls, the very first one too, do not make drafts look cheap that are always wrong: what
+    these really take stays within what drafting may lose."""
+    controller, chance, lost = Counterfactual(BUDGETS), random.Random(seed), 0.0
+    for number in range(256):
+        shape, stalled = controller.choose(), first if not number else 0.04 * (chance.random() < 0.08)
+        more = 0.0
+        if shape.depth:
+            more = chance.choice(
+                [0.0003, 0.0025]
+            )  # what is looked up costs next to nothing, what a model drafts does not
+            lost += more
+        row = Walked((), 1, False, shape.nodes, True, 2, False, 4, [(0.6, False)] * shape.nodes)
+        noise = math.exp(chance.gauss(0.0, 0.03))
+        controller.reward(Round(shape, [row], more * noise, 0.01 * noise + stalled))
+    assert lost < 0.026 * 256 * 0.01
 
 
 def test_plain_rounds_are_timed_again_while_drafting_pays() -> None:

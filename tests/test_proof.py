@@ -12,14 +12,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench_fakes import Clock, FakeEngine, prompts
+from bench_fakes import prompts
 from families import tiny
 from helpers import NEW, PROMPT, expected, lm
 from outrider.api import Engine
 from outrider.bench import choice, forecast, hostile
-from outrider.bench.choice import measure_choice
+from outrider.bench.choice import Choice, measure_choice
 from outrider.bench.forecast import split
 from outrider.bench.hostile import Guessing, Spoiled, hostile_cases, measure_hostile, random_prompts
+from outrider.bench.report import SpeedReport
+from outrider.bench.tasks import Prompt
+from outrider.bench.turns import Timed, Turns, Written
 from outrider.cli import app
 from toy import byte_tokenizer
 
@@ -33,41 +36,49 @@ def shown(render: Any, value: Any) -> str:
 # -- choice ------------------------------------------------------------------------------------------------------------
 
 
-def chosen(seconds: dict[str, float]) -> Any:
-    clock = Clock()
-    engine = FakeEngine(clock=clock)
-    engine.seconds_per_token = dict(seconds)
-    found = measure_choice(engine, prompts(3, "a") + prompts(2, "b"), ["chain2", "3x2"], 8, clock=clock)
-    for method in found.report.methods:  # the made-up engine's clock has no prefill
-        for repeat in method.repeats:
-            for run in repeat:
-                run.stats.seconds["prefill"] = 0.0
-    return found
+def chosen(seconds: dict[str, float], slow: str = "") -> Choice:
+    """Texts of two tasks, a round a token, with seconds of a token by method; `slow` takes twice as long on the second task."""
+    written = []
+    for task in "aaabb":
+        times = {name: value * (1 + (task == "b" and name == slow)) for name, value in seconds.items()}
+        rounds = {name: [Timed(1, value, value, (name, task)) for _ in range(64)] for name, value in times.items()}
+        written.append(Written(task, rounds, {}))
+    settings = {"target": "t", "dtype": "float32", "drafter": "d"}
+    return Choice(Turns(written), SpeedReport([], settings))
 
 
 def test_auto_is_compared_with_the_best_fixed_shape() -> None:
-    found = chosen({"off": 1.0, "auto": 0.5, "chain2": 0.4, "3x2": 2.0})
+    found = chosen({"plain": 1.0, "auto": 0.5, "chain2": 0.4, "3x2": 2.0})
     assert found.best_fixed() == found.best_fixed("a") == "chain2"
-    assert found.ratio() == pytest.approx(0.8) and found.ratio("b") == pytest.approx(0.8)
-    assert found.room() == pytest.approx(1.0), "where one shape is best everywhere, nothing is to be had"
+    assert found.ratio().value == pytest.approx(0.8) and found.ratio("b").value == pytest.approx(0.8)
+    assert found.rooms[0].value == pytest.approx(1.0), "where one shape is best everywhere, nothing is to be had"
     value = json.loads(json.dumps(found.to_json()))
     assert value["tasks"]["a"]["best_fixed"] == "chain2" and "command" in value["speed"]["provenance"]
-    assert "auto over best fixed" in shown(choice.render, found) and "0.800" in shown(choice.render, found)
+    assert value["tasks"]["a"]["auto_over_best_fixed"]["interval"] == pytest.approx([0.8, 0.8])
+    text = shown(choice.render, found)
+    assert "auto over best fixed" in text and "0.800 to 0.800" in text
 
 
 def test_plain_decoding_may_be_the_best_fixed_shape() -> None:
-    assert chosen({"off": 0.1, "auto": 0.11, "chain2": 1.0, "3x2": 1.0}).best_fixed() == "plain"
+    assert chosen({"plain": 0.1, "auto": 0.11, "chain2": 1.0, "3x2": 1.0}).best_fixed() == "plain"
 
 
-def test_room_is_what_the_best_shape_of_each_task_would_bring() -> None:
-    found = chosen({"off": 1.0, "auto": 0.5, "chain2": 1.0, "3x2": 1.0})
-    for method in found.report.methods:
-        for repeat in method.repeats:
-            for run, task in zip(repeat, method.tasks):
-                fast = (method.method, task) in (("chain2", "a"), ("3x2", "b"))
-                object.__setattr__(run, "seconds", 4.0 if fast else 8.0)
-    # three prompts of a and two of b: the best single shape needs 3 * 4 + 2 * 8 seconds, both together 5 * 4
-    assert found.room() == pytest.approx(28 / 20) == pytest.approx(found.room(prompts=True))
+def test_the_best_shape_is_another_one_on_another_task() -> None:
+    found = chosen({"plain": 1.0, "auto": 0.5, "chain2": 0.5, "3x2": 0.75}, slow="chain2")
+    assert (found.best_fixed("a"), found.best_fixed("b")) == ("chain2", "3x2")
+    # three prompts of a and two of b: the best single shape needs 3 * 0.5 + 2 * 1, both together 3 * 0.5 + 2 * 0.75
+    assert found.rooms[0].value == pytest.approx(3.5 / 3.0)
+
+
+def test_all_methods_write_the_same_texts_in_turns() -> None:
+    made = engine()
+    given = [Prompt(task, "0", ({"role": "user", "content": "x"},)) for task in "ab"]
+    for prompt in given:
+        object.__setattr__(prompt, "encode", lambda engine: PROMPT)
+    found = measure_choice(made, given, ["chain2", "best7"], 24)
+    assert [method.method for method in found.report.methods] == ["plain", "auto", "chain2", "best7"]
+    assert all(method.equal_text and len(method.repeats[0]) == 2 for method in found.report.methods)
+    assert found.turns.methods == ["plain", "auto", "chain2", "best7"] and found.tasks == ["a", "b"]
 
 
 def test_without_a_drafter_there_is_nothing_to_choose() -> None:
@@ -104,11 +115,13 @@ def test_every_case_writes_whole_texts_both_ways_and_says_where_time_went() -> N
     cases = measure_hostile(made, hostile_cases(made, [PROMPT, PROMPT[:5]], 0.001), 24)
     assert len(cases) == 4
     for case in cases:
-        assert len(case.plain) == len(case.auto) == 2
-        assert [run.token_ids for run in case.plain] == [run.token_ids for run in case.auto]
-        assert all(len(run.token_ids) == 24 for run in case.auto), "no text ends early"
+        assert len(case.written) == 2
+        for written in case.written:
+            plain, auto = (written.results[way].token_ids for way in ("plain", "auto"))
+            assert plain == auto and len(auto) == 24, "no text ends early"
         value = case.to_json()
-        assert value["ratio"] > 0 and set(value["lost"]) == {"prefill", "draft", "verify", "commit"}
+        assert value["ratio"]["interval"][0] <= value["ratio"]["value"] <= value["ratio"]["interval"][1]
+        assert set(value["lost"]) == {"prefill", "draft", "verify", "commit"}
     assert "random text" in shown(hostile.render, cases)
     assert made.drafter is not None and made.drafter.name == lm("llama").name, "the engine has its own drafter again"
 
@@ -118,7 +131,7 @@ def test_each_hostile_run_begins_cold() -> None:
     made = engine()
     (case, *_) = hostile_cases(made, [PROMPT] * 3, 0.0)
     measure_hostile(made, [case], 12)
-    assert all(run.stats.shapes["off"] >= 1 for run in case.auto) and not made._tuned
+    assert all(one.results["auto"].stats.shapes["off"] >= 1 for one in case.written) and not made._tuned
 
 
 def test_random_prompts_differ_and_stay_in_the_vocabulary() -> None:

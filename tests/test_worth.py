@@ -20,7 +20,7 @@ from outrider.options import Options
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, parse_shape
 from outrider.verify import Draft
-from outrider.worth import Worth, totals
+from outrider.worth import Worth, passes, totals
 
 
 def watched(drafter: Any, drafts: list[Draft]) -> Any:
@@ -75,6 +75,13 @@ def test_nodes_that_are_not_there_cost_nothing_and_bring_nothing() -> None:
     assert seconds[6] == pytest.approx(seconds[2], abs=0.05) == pytest.approx(3.0, abs=0.05)
 
 
+@pytest.mark.parametrize(("lasting", "wanted"), [(0.0, [1.0, 1.0]), (0.9, [1.756, 1.227]), (1.0, [16.0, 8.0])])
+def test_what_is_copied_takes_a_pass_for_every_lookup_that_was_kept_whole(lasting: float, wanted: list[float]) -> None:
+    """Tokens go on to be right with a chance: so many passes does a copied stretch of up to 128 take, 7 or 15 deep."""
+    chances = [(1.0, lasting ** (place + 1)) for place in range(16)]
+    assert [passes(chances, reach) for reach in (7, 15)] == pytest.approx(wanted, abs=0.01)
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +108,20 @@ def test_groups_of_rows_that_nobody_saw_are_tried_one_by_one() -> None:
     verify = timed({3: 1.1}).verify(1)
     assert verify(8) - verify(7) < 0.2
     assert verify(16) - verify(15) > 0.9
+
+
+def test_a_step_that_was_seen_is_not_tried_again_and_again() -> None:
+    """Once nine rows were timed, two hundred rounds with fewer do not make them look cheap again."""
+    clocks = timed({3: 1.1, 9: 1.7})
+    for _ in range(200):
+        clocks.hear(Round(parse_shape("chain3"), [Walked((), 1, False, 3, True, 3)], 0.1, 1.1))
+    assert clocks.verify(1)(9) == pytest.approx(1.7, abs=0.02)
+
+
+def test_a_plain_round_takes_no_longer_than_a_tree() -> None:
+    """The only plain round was stalled: what passes over trees took is closer to the truth."""
+    assert timed({3: 1.1}, plain=4.0).plain == pytest.approx(1.1)
+    assert timed({3: 1.1}, plain=1.0).plain == pytest.approx(1.0)
 
 
 def test_one_stall_moves_a_group_no_further_than_three_of_its_passes() -> None:

@@ -1,4 +1,4 @@
-"""Commands that hold promises to account: `bench choice`, `bench hostile`, `bench forecast`, `bench rates`."""
+"""Commands that hold promises to account: `bench choice`, `bench hostile`, `bench forecast`, `bench replay`, `bench rates`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.
 
 def register(bench: typer.Typer) -> None:
     """Add the commands."""
-    for command in (choice, hostile, forecast, rates):
+    for command in (choice, hostile, forecast, replay, rates):
         bench.command()(command)
 
 
@@ -154,6 +154,49 @@ def forecast(
     value = {"promise": PROMISE, "pairs": [one.to_json() for one in found]}
     if _told(value | {"provenance": provenance() | engine_facts(engine)}, out, json):
         render(found, Console())
+
+
+def replay(
+    target: Target = "smollm2-135m",
+    drafter: DrafterName = "auto",
+    tasks: Tasks = "humaneval,gsm8k,mtbench,copy",
+    held_out: HeldOut = False,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
+    shapes: Annotated[str, typer.Option(help="Fixed shapes, joined by commas.")] = SHAPES,
+    passes: Annotated[
+        str, typer.Option(help="Milliseconds of passes by rows, rows:ms, joined by commas.")
+    ] = "1:10.6,2:11.4,8:12.4,9:19,16:20.2,17:30,24:31.8",
+    level: Annotated[float, typer.Option(help="Milliseconds of a level of the drafter.")] = 0.95,
+    proposal: Annotated[float, typer.Option(help="Milliseconds of a proposal besides.")] = 0.65,
+    noise: Annotated[float, typer.Option(help="Spread of all times, as a share.")] = 0.03,
+    seeds: Annotated[int, typer.Option(help="Times that all is played.")] = 3,
+    tracks: Annotated[Path | None, typer.Option(help="File of recorded texts; written if it is not there.")] = None,
+    out: Out = None,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Record texts with all that could have been drafted, and play them again at given prices: what choosing alone changes."""
+    from outrider.bench import replay as again
+    from outrider.bench.report import provenance
+    from outrider.bench.runner import engine_facts, parse_methods
+    from outrider.progress import progress
+
+    prices = again.Prices(again.parse_prices(passes), level, proposal, noise=noise)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    if tracks is not None and tracks.exists():
+        texts = again.load(tracks)
+    else:
+        with progress("bench replay", quiet=json) as tell:
+            texts = again.record(engine, _prompts(tasks, limit, held_out), max_new_tokens, tell)
+        if tracks is not None:
+            again.save(texts, tracks)
+    turns = again.replay(texts, engine.drafter, again.methods_of(engine, parse_methods(shapes)), prices, seeds)
+    if _told({"played": again.to_json(turns), "provenance": provenance() | engine_facts(engine)}, out, json):
+        again.render(turns, Console())
 
 
 def rates(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -14,8 +15,10 @@ GROUPS = 8  # wider passes count as the last group
 # a row more within a group, as a share of a plain pass, and the squared rows that this is worth
 NODE, NODE_TRUST = 0.01, 0.1
 STEP = 0.1  # of another group, as a share of a plain pass, before any was seen
+KNOWN = 0.002  # weight, in observations of now, from which on a group was seen: a step forgotten would be tried again and again
 TOLD = 0.05  # weight of a pass that tells of the slope among those before
 PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
+PLAIN_CLIP = 1.3  # most that a plain round counts, in those before: what drafting gains is measured by them
 SLOW_START = 0.25  # weight of the very first rounds of a process
 
 
@@ -50,7 +53,7 @@ class Passes:
             plain: seconds of a plain pass.
             unit: weight of one observation of now.
         """
-        slope, seen = self.slope(plain), [g for g in range(GROUPS) if self.weight[g] > 0.5 * unit]
+        slope, seen = self.slope(plain), [g for g in range(GROUPS) if self.weight[g] > KNOWN * unit]
         step = STEP * plain
         if len(seen) > 1:  # as between the groups that were seen
             (x0, y0), (x1, y1) = (self._mean(g) for g in (seen[0], seen[-1]))
@@ -72,6 +75,10 @@ class Passes:
 
     def _mean(self, group: int) -> tuple[float, float]:
         return self.rows[group] / self.weight[group], self.total[group] / self.weight[group]
+
+    def least(self, weight: float) -> float:
+        """Mean seconds of the cheapest group that weighs more than this."""
+        return min((self._mean(g)[1] for g in range(GROUPS) if self.weight[g] > weight), default=math.inf)
 
     def slope(self, plain: float) -> float:
         """Seconds of a further row within a group."""
@@ -112,8 +119,9 @@ class Clocks:
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain pass; 0 before the first."""
-        return self.total / self.weight if self.weight else 0.0
+        """Seconds of a plain pass; 0 before the first. Passes over trees take no less: where more is known of them, and they took
+        less, plain rounds were stalled."""
+        return min(self.total / self.weight, self.passes.least(self.weight)) if self.weight else 0.0
 
     def hear(self, done: Round) -> None:
         """Count a round."""
@@ -121,7 +129,7 @@ class Clocks:
         rest = done.verify + done.commit
         if not done.drafted:
             weight = self.unit if self.weight else SLOW_START * self.unit
-            self.total += weight * (min(rest, Fit.CLIP * self.plain) if self.weight else rest)
+            self.total += weight * (min(rest, PLAIN_CLIP * self.plain) if self.weight else rest)
             self.weight += weight
             if self.believed is not None:
                 self._scale_beliefs()

@@ -23,11 +23,12 @@ from outrider.knowledge import Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
 from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
-from outrider.worth import totals
+from outrider.worth import passes, totals
 
 SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
 REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
+OTHER = 0.03  # share of the time that another reach must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 TRUST = 16.0  # rounds that a prior is worth
 START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain rounds
@@ -58,7 +59,7 @@ class _Pace:
     """What is known of the time of rounds of about as many rows.
 
     Args:
-        purse: seconds that drafting may still lose; None before there is a plain pass to measure it by.
+        purse: plain rounds whose time drafting may still lose; None before there was one.
         on: whether drafting goes on from round to round, or rounds are trials; None before that was asked.
         since: the last plain round.
     """
@@ -127,7 +128,7 @@ class Counterfactual:
             return self.pace.purse > 0
         plain, best = self.clocks.plain, self.best
         price = max(best.seconds - best.length * plain, LEAST_PRICE * (best.seconds - plain))
-        return self.pace.purse >= price
+        return self.pace.purse * plain >= price
 
     def _rate(self) -> None:
         """Compare all shapes, and draft from now on with the best one, or not at all."""
@@ -135,7 +136,7 @@ class Counterfactual:
         self.verify = clocks.verify(self.rows)
         ratings = self._ratings()
         best = max(ratings, key=lambda rating: rating.speed)
-        before, purse = self.pace.on, START * plain if self.pace.purse is None else self.pace.purse
+        before, purse = self.pace.on, START if self.pace.purse is None else self.pace.purse
         self.pace.on = best.speed * plain > 1.0 + self.margin and purse >= 0
         # who gives up begins to save anew
         self.pace.purse = min(purse, 0.0) if before is not False and not self.pace.on and clocks.asked else purse
@@ -149,7 +150,7 @@ class Counterfactual:
                 worth = self.knowledge.calibration.worth(self.unit)
                 self.stops = stops(worth, speed, self.rows, node, *clocks.drafting())
             shape = replace(shape, least=self.stops.least, enough=self.stops.enough)
-        self.chosen = replace(shape, reach=self._reach(speed)) if self.reach else shape
+        self.chosen = replace(shape, reach=self._reach()) if self.reach else shape
 
     def _ratings(self) -> list[Rating]:
         """Of every shape that may be drafted."""
@@ -198,10 +199,14 @@ class Counterfactual:
         _, shape = fastest_tree(chances, lambda shape: self._rating(shape, 1.0).seconds, TREE_NODES, TREE_DEPTHS)
         self.tree = shape.adapting(0.0, self.reach) if shape.depth else None
 
-    def _reach(self, speed: float) -> int:
-        """How deep lookups are worth their rows."""
-        sums = totals(self.knowledge.lookups.chances(self.unit), self.verify)
-        return max(REACHES, key=lambda reach: sums[reach][0] - speed * sums[reach][1] if reach <= self.reach else 0.0)
+    def _reach(self) -> int:
+        """How deep lookups go: what they copy is the same, so the depth that takes the least time to copy it."""
+        chances = self.knowledge.lookups.chances(self.unit)
+        sums = totals(chances, self.verify)
+        reaches = [reach for reach in REACHES if reach <= self.reach] or [self.reach]
+        took = {reach: passes(chances, reach) * sums[reach][1] for reach in reaches}
+        best, before = min(reaches, key=took.__getitem__), self.chosen.reach
+        return before if before in took and took[best] > (1.0 - OTHER) * took[before] else best
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -247,11 +252,13 @@ class Counterfactual:
         plain = self.clocks.plain
         if not plain:
             return
-        before, seconds = START * plain if self.pace.purse is None else self.pace.purse, done.seconds
+        before, seconds = START if self.pace.purse is None else self.pace.purse, done.seconds
         if done.shape.depth and self.best is not None and self.clocks.asked:
             seconds = min(seconds, Fit.CLIP * self.best.seconds)  # a stall of the machine is no loss by drafting
         gained = done.emitted / self.rows * plain - seconds if done.shape.depth else 0.0
-        self.pace.purse = min(before + gained + self.share * seconds, PURSE * plain)
+        if done.emitted == len(done.rows):  # nothing was kept: whatever the clock says, that is no gain
+            gained = min(gained, 0.0)
+        self.pace.purse = min(before + (gained + self.share * seconds) / plain, PURSE)
 
     def _hear(self, done: Round) -> None:
         for row in done.rows:

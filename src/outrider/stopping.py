@@ -17,6 +17,8 @@ BINS = 33  # quarter octaves of a path's probability: from 1 to 0.84, from there
 LEAN = 6.0  # paths of a bin that the drafter's own belief is worth
 ON, ON_WEIGHT = 0.6, 2.0  # chance of a token behind a kept path before any was seen, and its weight
 LOWEST, LEAST, ENOUGH = 0.001, 0.3, 0.9  # thresholds are never lower, and never higher for branches and for levels
+# thresholds for branches and levels, as a share of where the next token alone would pay: what is drafted may be followed by more
+BRANCH, LEVEL = 0.6, 0.75
 DEPTHS = 16
 
 
@@ -146,7 +148,8 @@ def stops(
         node, level, further: seconds of a node verified, of a level drafted, and of a further node fed in it.
     """
     branch = rows * speed * (node + further)  # the tokens that all rows could have written in that time
-    return Stops(_threshold(worth, branch, LEAST), _threshold(worth, branch + speed * level, ENOUGH))
+    least, enough = _threshold(worth, branch, LEAST), _threshold(worth, branch + speed * level, ENOUGH)
+    return Stops(max(BRANCH * least, LOWEST), LEVEL * enough)
 
 
 def _threshold(worth: Sequence[tuple[float, float]], needed: float, highest: float) -> float:

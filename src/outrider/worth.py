@@ -13,6 +13,7 @@ from itertools import accumulate
 # before anything was seen: how often the first node is kept, and each next one by that of the one before
 FIRST, NEXT = 0.6, 0.8
 BELIEF = 2.0  # rounds that this is worth
+FARTHEST = 128  # copied tokens behind which nobody looks
 
 
 class Worth:
@@ -71,3 +72,19 @@ def totals(chances: Sequence[tuple[float, float]], seconds: Callable[[int], floa
     steps = [there * (after - before) for (there, _), before, after in zip(chances, times, times[1:])]
     tokens = accumulate((kept for _, kept in chances), initial=0.0)
     return list(zip(tokens, accumulate(steps, initial=times[0])))
+
+
+def passes(chances: Sequence[tuple[float, float]], reach: int) -> float:
+    """Passes that one stretch of copied text takes where lookups go `reach` deep: one that is kept whole, and the target's own
+    token behind it, are followed by another lookup of the same."""
+    going, lasting = 1.0, [1.0]  # how often so many tokens are copied
+    for there, kept in chances:
+        going = min(going, kept / there if there > 0 else 0.0)
+        lasting.append(going)
+    last, half = len(lasting) - 1, len(lasting) // 2
+    ratio = (lasting[last] / lasting[half]) ** (1.0 / (last - half)) if lasting[half] else 0.0
+    total, tokens = 1.0, reach + 1
+    while tokens < FARTHEST:
+        total += lasting[tokens] if tokens <= last else lasting[last] * ratio ** (tokens - last)
+        tokens += reach + 1
+    return total

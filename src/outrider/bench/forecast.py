@@ -5,6 +5,7 @@ Measuring and running take turns over the pairs, so that a machine that drifts d
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.choice import rate
 from outrider.bench.plan import plan
 from outrider.bench.probe import measure
-from outrider.bench.report import Run
+from outrider.bench.turns import Heard, Text, Turns, Written, take_turns
+from outrider.controller import Fixed
 from outrider.drafters.base import Drafter
-from outrider.tree import OFF
+from outrider.tree import OFF, Shape
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -85,7 +86,7 @@ def forecast(
     seed: int = 0,
     tell: Tell = lambda done, total, what: None,
 ) -> list[Forecast]:
-    """Plan every pair, then run its fastest shape and plain decoding, in turns.
+    """Plan every pair, then write with its fastest shape and plainly, in turns of a few tokens.
 
     Raises:
         ValueError: without drafters, or when a plan cannot be made.
@@ -94,26 +95,32 @@ def forecast(
         raise ValueError("there is no pair to plan; give one drafter or more")
     measuring, running = split(prompts)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    found = list[Forecast]()
+    found, chance = list[Forecast](), random.Random(seed)
     for number, (name, drafter) in enumerate(drafters.items()):
         tell(number, len(drafters), name)
         with engine.drafting(drafter):
             ranking = plan(engine, measure(engine, measuring, seconds=seconds, **options)).ranking
             best = next(one for one in ranking if one.shape.depth)
             off = next(one for one in ranking if not one.shape.depth)
-            runs: dict[str, list[Run]] = {OFF.name: [], best.shape.name: []}
-            for i, prompt in enumerate(running):
-                for shape in list(runs) if i % 2 else list(runs)[::-1]:
-                    runs[shape].append(_run(engine, prompt.encode(engine), shape, options))
-        plain, fast = (rate(runs[one.shape.name]) for one in (off, best))
+            turns = Turns([_write(engine, prompt, (off.shape, best.shape), options, chance) for prompt in running])
+        plain, fast = (turns.speed(one.shape.name) for one in (off, best))
         found.append(Forecast(name, OFF.name, off.tokens_per_second, plain, (1.0, 1.0)))
         found.append(Forecast(name, best.shape.name, best.tokens_per_second, fast, (best.speedup, fast / plain)))
     return found
 
 
-def _run(engine: Engine, ids: list[int], shape: str, options: dict[str, Any]) -> Run:
-    result = engine.generate(ids, shape=shape, **options)
-    return Run(list(result.token_ids), result.stats.seconds["total"], stats=result.stats)
+def _write(
+    engine: Engine, prompt: Prompt, shapes: Sequence[Shape], options: dict[str, Any], chance: random.Random
+) -> Written:
+    """A prompt continued with these shapes in turns."""
+    ids = prompt.encode(engine)
+
+    def begin(shape: Shape) -> Text:
+        heard = Heard(Fixed(shape))
+        return Text(engine.stream(ids, shape=heard, **options), heard)
+
+    ways = {shape.name: lambda shape=shape: begin(shape) for shape in shapes}
+    return take_turns(prompt.task, ways, options["max_new_tokens"], chance)
 
 
 def render(found: Sequence[Forecast], console: Console) -> None:

@@ -1,22 +1,24 @@
-"""Never slower: what "auto" costs where speculation cannot pay, against plain decoding in turns, each time from a cold start.
+"""Never slower: what "auto" costs where speculation cannot pay, against plain decoding, each time from a cold start.
 
 Hostile are texts that no drafter foresees, a drafter that is always wrong at no cost, one that is wrong at its usual cost,
-and one that takes as long as it is told to.
+and one that takes as long as it is told to. Both ways write each text in turns (`turns.py`).
 """
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from outrider import noise
-from outrider.bench.report import Run
+from outrider.bench.turns import Clock, Heard, Spread, Text, Turns, Written, take_turns
 from outrider.drafters.base import Drafter, DraftState
 from outrider.drafters.catalog import make_controller
 from outrider.sampling import Sampler
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 RANDOM = 3.0  # temperature at which a text is anybody's guess
 PROMISE = 0.97  # least speed of "auto" over plain decoding
-Clock = Callable[[], float]
+WAYS = ("plain", "auto")
+WARM = 32  # tokens that both ways write uncounted
 Tell = Callable[[int, int, str], None]
 
 # ---- hostile drafters ------------------------------------------------------------------------------------------------
@@ -141,49 +144,51 @@ class SpoiledState:
 
 @dataclass
 class Case:
-    """One kind of hostility: who drafts, on which prompts, at which temperature, and the runs of both ways, in turns."""
+    """One kind of hostility: who drafts, on which prompts, at which temperature, and what both ways wrote."""
 
     name: str
     drafter: Drafter
     prompts: list[list[int]]
     temperature: float = 0.0
-    plain: list[Run] = field(default_factory=list)
-    auto: list[Run] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
 
-    @property
-    def ratio(self) -> float:
-        """Speed of "auto" over plain decoding, prefill included: all tokens over all seconds."""
-        return _rate(self.auto) / _rate(self.plain)
+    @cached_property
+    def turns(self) -> Turns:
+        """Of both ways, prompts included."""
+        return Turns(self.written)
+
+    @cached_property
+    def ratio(self) -> Spread:
+        """Speed of "auto" over plain decoding, prompts included."""
+        return self.turns.ratio("auto", ["plain"])
 
     @property
     def drafted(self) -> float:
         """Share of the rounds that drafted."""
-        rounds = sum(run.stats.rounds for run in self.auto)
-        return 1.0 - sum(run.stats.shapes["off"] for run in self.auto) / rounds if rounds else 0.0
+        runs = [one.results["auto"].stats for one in self.written]
+        rounds = sum(stats.rounds for stats in runs)
+        return 1.0 - sum(stats.shapes["off"] for stats in runs) / rounds if rounds else 0.0
 
     def lost(self, stage: str) -> float:
-        """Seconds of a stage in "auto" over those in plain decoding, as a share of plain decoding's whole time."""
-        found = [sum(run.stats.seconds.get(stage, 0.0) for run in runs) for runs in (self.auto, self.plain)]
-        return (found[0] - found[1]) / sum(run.seconds for run in self.plain)
+        """Seconds of a stage in "auto" over those in plain decoding, as a share of plain decoding's time; with stalls."""
+        seconds = {way: [one.results[way].stats.seconds for one in self.written] for way in WAYS}
+        found = {way: sum(one.get(stage, 0.0) for one in seconds[way]) for way in WAYS}
+        total = sum(done.seconds for one in self.written for done in one.rounds["plain"])
+        return (found["auto"] - found["plain"]) / total
 
     def to_json(self) -> dict[str, Any]:
         """Figures of both ways, and where the time went."""
-        stages = {stage: self.lost(stage) for stage in STAGES}
-        speeds = {"auto": _rate(self.auto), "plain": _rate(self.plain)}
         return {
             "case": self.name,
-            "ratio": self.ratio,
+            "ratio": self.ratio.to_json(),
             "drafted": self.drafted,
-            "lost": stages,
-            "tokens_per_second": speeds,
+            "lost": {stage: self.lost(stage) for stage in STAGES},
+            "stalled": self.turns.stalled,
+            "tokens_per_second": {way: self.turns.speed(way) for way in WAYS},
         }
 
 
 STAGES = ("prefill", "draft", "verify", "commit")
-
-
-def _rate(runs: Sequence[Run]) -> float:
-    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
 
 
 def random_prompts(vocab: int, count: int, length: int = 64, seed: int = 0) -> list[list[int]]:
@@ -224,45 +229,46 @@ def measure_hostile(
     clock: Clock = time.perf_counter,
     tell: Tell = lambda done, total, what: None,
 ) -> list[Case]:
-    """Both ways on every prompt, the order turning; "auto" starts cold each time, and no text ends before its budget.
-
-    Raises:
-        ValueError: when a drafter changed a text in float32.
-    """
+    """Both ways write every text in turns; "auto" starts cold each time, and no text ends before its budget."""
     options: dict[str, Any] = {"seed": seed, "max_new_tokens": max_new_tokens, "eos_token_id": None}
-    done, total = 0, 2 * sum(len(case.prompts) for case in cases)
+    done, total, chance = 0, sum(len(case.prompts) for case in cases), random.Random(seed)
     for case in cases:
-        _continue(engine, case, case.prompts[0], "auto", options, clock)  # warm-up, not counted
-        for number, ids in enumerate(case.prompts):
-            for way in ("plain", "auto") if number % 2 else ("auto", "plain"):
-                tell(done, total, f"{case.name}: {way}")
-                getattr(case, way).append(_continue(engine, case, ids, way, options, clock))
-                done += 1
+        warm = options | {"max_new_tokens": min(WARM, max_new_tokens)}
+        _write(engine, case, case.prompts[0], warm, chance, clock)
+        for ids in case.prompts:
+            tell(done, total, case.name)
+            case.written.append(_write(engine, case, ids, options, chance, clock))
+            done += 1
     return cases
 
 
-def _continue(engine: Engine, case: Case, ids: list[int], way: str, options: dict[str, Any], clock: Clock) -> Run:
-    drafter = case.drafter if way == "auto" else None
-    with engine.drafting(drafter), warnings.catch_warnings():
+def _write(
+    engine: Engine, case: Case, ids: list[int], options: dict[str, Any], chance: random.Random, clock: Clock
+) -> Written:
+    def begin(way: str) -> Text:
+        drafter = case.drafter if way == "auto" else None
+        heard = Heard(make_controller("auto", drafter, case.temperature > 0))
+        with engine.drafting(drafter):
+            pieces = engine.stream(ids, shape=heard, temperature=case.temperature, **options)
+        return Text(pieces, heard, read=True)
+
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that these drafters are useless is known
-        start = clock()
-        result = engine.generate(
-            ids, shape=make_controller("auto", drafter, case.temperature > 0), temperature=case.temperature, **options
-        )
-        seconds = clock() - start
-    return Run(list(result.token_ids), seconds, stats=result.stats)
+        ways = {"plain": lambda: begin("plain"), "auto": lambda: begin("auto")}
+        return take_turns(case.name, ways, options["max_new_tokens"], chance, clock)
 
 
 def render(cases: Sequence[Case], console: Console) -> None:
     """One row per case: the promise, and where the time went."""
     table = Table(title=f'"auto" where speculation cannot pay; promised: at least {PROMISE} of plain decoding')
     table.add_column("case")
-    for name in ("auto over plain", "auto tok/s", "plain tok/s", "rounds drafted", *(f"{s}, lost" for s in STAGES)):
+    names = ("auto over plain", "95 %", "auto tok/s", "plain tok/s", "rounds drafted", *(f"{s}, lost" for s in STAGES))
+    for name in names:
         table.add_column(name, justify="right")
     for case in cases:
-        ratio = f"{case.ratio:.3f}" if case.ratio >= PROMISE else f"[red]{case.ratio:.3f}[/red]"
+        value, low, high = case.ratio.value, case.ratio.low, case.ratio.high
+        ratio = f"{value:.3f}" if value >= PROMISE else f"[red]{value:.3f}[/red]"
+        speeds = [f"{case.turns.speed(way):.1f}" for way in ("auto", "plain")]
         lost = [f"{case.lost(stage):+.1%}" for stage in STAGES]
-        table.add_row(
-            case.name, ratio, f"{_rate(case.auto):.1f}", f"{_rate(case.plain):.1f}", f"{case.drafted:.0%}", *lost
-        )
+        table.add_row(case.name, ratio, f"{low:.3f} to {high:.3f}", *speeds, f"{case.drafted:.0%}", *lost)
     console.print(table)

@@ -179,11 +179,35 @@ def run_speed(
     chosen = [method for method in chosen if method.name not in left_out]
     if not chosen:
         raise ValueError(f"No method could be measured; {next(iter(left_out.values()))}")
-    sampling = {"temperature": temperature, "seed": seed}
-    reports = _compare_methods(engine, chosen, prompts, encoded, runs, sampling)
-    tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
-    counts = {"prompts": len(prompts), "max_new_tokens": max_new_tokens, "repeat": repeat, "warmup": warmup}
-    return SpeedReport(reports, {**engine_facts(engine), "tasks": tasks, **counts, **sampling}, left_out)
+    counts = {"max_new_tokens": max_new_tokens, "repeat": repeat, "warmup": warmup}
+    settings = counts | {"temperature": temperature, "seed": seed}
+    apart = [method.name for method in chosen if not method.comparable]
+    names = [method.name for method in chosen]
+    return report_of(engine, names, prompts, encoded, runs, settings, apart, left_out)
+
+
+def report_of(
+    engine: Any,
+    methods: Sequence[str],
+    prompts: Sequence[Prompt],
+    encoded: list[list[int]],
+    runs: dict[str, list[list[Run]]],
+    settings: dict[str, Any],
+    apart: Sequence[str] = (),
+    left_out: dict[str, str] | None = None,
+) -> SpeedReport:
+    """What methods did on the same prompts.
+
+    Args:
+        runs: by method, repeat and prompt.
+        settings: temperature and seed among them.
+        apart: methods whose texts are not to be compared.
+        left_out: why others failed.
+    """
+    sampling = {key: settings[key] for key in ("temperature", "seed")}
+    reports = _compare_methods(engine, methods, apart, prompts, encoded, runs, sampling)
+    counts = {"prompts": len(prompts), "tasks": list(dict.fromkeys(prompt.task for prompt in prompts))}
+    return SpeedReport(reports, {**engine_facts(engine), **counts, **settings}, left_out or {})
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
@@ -234,27 +258,28 @@ def _alternate(
 
 def _compare_methods(
     engine: Any,
-    methods: list[Method],
+    methods: Sequence[str],
+    apart: Sequence[str],
     prompts: Sequence[Prompt],
     encoded: list[list[int]],
     runs: dict[str, list[list[Run]]],
     sampling: dict[str, Any],
 ) -> list[MethodReport]:
     """Every comparable method against `plain`, or against the first comparable one; at most one difference a prompt."""
-    comparable = [method.name for method in methods if method.comparable]
+    comparable = [name for name in methods if name not in apart]
     reference = "plain" if "plain" in comparable else next(iter(comparable), "")
     reports = []
-    for method in methods:
+    for name in methods:
         differences = []
-        for i, prompt in enumerate(prompts) if method.comparable else ():
-            run = f"{method.name} against {reference}"
+        for i, prompt in enumerate(prompts) if name in comparable else ():
+            run = f"{name} against {reference}"
             label, plain = f"{prompt.task}/{prompt.id}", runs[reference][0][i].token_ids
-            for repeat in runs[method.name]:
+            for repeat in runs[name]:
                 if found := compare(engine, label, encoded[i], plain, repeat[i].token_ids, run=run, **sampling):
                     differences.append(found)
                     break
-        equal = None if not method.comparable or len(comparable) < 2 else not differences
-        reports.append(MethodReport(method.name, [p.task for p in prompts], runs[method.name], equal, differences))
+        equal = None if name not in comparable or len(comparable) < 2 else not differences
+        reports.append(MethodReport(name, [p.task for p in prompts], runs[name], equal, differences))
     return reports
 
 

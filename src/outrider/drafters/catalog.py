@@ -232,13 +232,13 @@ def make_controller(given: Any, drafter: Drafter | None, drawn: bool = False) ->
     Args:
         drawn: the target draws its tokens, at a temperature above 0.
     """
+    if hasattr(given, "choose") and hasattr(given, "reward"):
+        controller: Controller = given
+        return controller
     if drafter is None:
         return Fixed(OFF)
     if given == "ucb":
         return Bandit(default_arms(drafter))
     if given is None or given == "auto":
         return _learning(drafter, drawn)
-    if hasattr(given, "choose") and hasattr(given, "reward"):
-        controller: Controller = given
-        return controller
     return Fixed(parse_shape(given))

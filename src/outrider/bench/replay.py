@@ -1,0 +1,389 @@
+"""Recorded texts played again with any way to choose shapes, at given prices: differences that no clock could show.
+
+Recording writes a text plainly and keeps, at every position, the wide tree that the drafter would have grown there. Any smaller
+shape can then be grown from it, with the stops and budgets of the real one, and lookups are made as always, since they need
+nothing but the text. So what a round emits is exact, and what it takes follows from a table of prices: only the choosing differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.turns import Timed, Turns, Written
+from outrider.controller import Controller, Fixed
+from outrider.cost import Curve
+from outrider.drafters.base import Drafter, DraftState
+from outrider.drafters.cascade import CascadeDrafter
+from outrider.drafters.lm import _arrange, _Growth
+from outrider.rounds import Round, Walked, walked
+from outrider.sampling import Sampler
+from outrider.tree import OFF, Shape, TokenTree, parse_shape
+from outrider.verify import Draft, Trial, Verdict, verify_coupled
+
+if TYPE_CHECKING:
+    from outrider.api import Engine
+    from outrider.bench.tasks import Prompt
+
+WIDEST = "best64x8@0.001"
+FORMAT = "outrider recorded texts, 1"
+
+# ---- recording -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A drafted tree: of every node its parent, its token, and the log of the drafter's probability of the path to it."""
+
+    parents: list[int]
+    tokens: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True)
+class Track:
+    """A text as recorded.
+
+    Args:
+        ids: prompt and text.
+        begins: length of the prompt.
+        trees: by position behind the prompt.
+    """
+
+    task: str
+    ids: list[int]
+    begins: int
+    trees: list[Grown]
+
+
+class Recording:
+    """A drafter whose trees are kept instead of used: rounds stay plain."""
+
+    def __init__(self, inner: Drafter, widest: Shape) -> None:
+        self.inner, self.name, self.widest, self.trees = inner, inner.name, widest, list[Grown]()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that the drafter reads."""
+        return tuple(getattr(self.inner, "taps", ()))
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
+    ) -> RecordingState:
+        """Begin the drafter."""
+        return RecordingState(self, self.inner.begin(prompts, samplers, room, stream))
+
+
+class RecordingState:
+    """The drafter's side of one text."""
+
+    def __init__(self, owner: Recording, inner: DraftState) -> None:
+        self.owner, self.inner = owner, inner
+
+    def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
+        """Keep what the drafter proposes, and propose nothing."""
+        (draft,) = self.inner.propose(contexts, [self.owner.widest])
+        tree, scores = draft.tree, [0.0] + [math.log(draft.beliefs[node]) for node in range(1, len(draft.tree))]
+        self.owner.trees.append(Grown(tree.parents, tree.tokens, scores))
+        return [Draft(TokenTree(contexts[0][-1]), {})]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """Pass it on."""
+        self.inner.observe(verdicts)
+
+    def see(self, hidden: Any) -> None:
+        """Pass hidden states on."""
+        see: Any = getattr(self.inner, "see")  # noqa: B009
+        see(hidden)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.inner.keep(rows)
+
+
+def record(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    tell: Callable[[int, int, str], None] = lambda done, total, what: None,
+    widest: str = WIDEST,
+) -> list[Track]:
+    """Write greedily, and keep what the engine's drafter would have drafted everywhere.
+
+    Args:
+        widest: the shape that is recorded; others are played as far as they lie inside.
+
+    Raises:
+        ValueError: when the drafter is no model that says how probable its tokens are, alone or behind lookups.
+    """
+    from outrider.drafters.catalog import believes
+
+    if engine.drafter is None or not believes(engine.drafter):
+        raise ValueError(
+            "only a drafter that is a model, alone or behind lookups, can be recorded; give one with --drafter"
+        )
+    recording, tracks = Recording(_model_of(engine.drafter), parse_shape(widest)), list[Track]()
+    for number, prompt in enumerate(prompts):
+        tell(number, len(prompts), prompt.task)
+        ids, recording.trees = prompt.encode(engine), []
+        with engine.drafting(recording):
+            written = engine.generate(ids, shape=widest, max_new_tokens=max_new_tokens).token_ids
+        tracks.append(Track(prompt.task, [*ids, *written], len(ids), recording.trees))
+    return tracks
+
+
+def _model_of(drafter: Any) -> Drafter:
+    """The model behind lookups."""
+    while inner := getattr(drafter, "drafters", None):
+        drafter = inner[-1]
+    found: Drafter = drafter
+    return found
+
+
+def save(tracks: Sequence[Track], path: Path) -> None:
+    """Write tracks to a file."""
+    path.write_text(json.dumps({"format": FORMAT, "tracks": [asdict(track) for track in tracks]}), encoding="utf-8")
+
+
+def load(path: Path) -> list[Track]:
+    """Tracks that `save` wrote.
+
+    Raises:
+        ValueError: when the file holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise ValueError
+        tracks = found["tracks"]
+        return [Track(t["task"], t["ids"], t["begins"], [Grown(**tree) for tree in t["trees"]]) for t in tracks]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no recorded texts; record them anew into another file") from error
+
+
+# ---- drafting again --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A drafter that grows shapes from the recorded trees of one text."""
+
+    name = "recorded"
+
+    def __init__(self, track: Track) -> None:
+        self.track = track
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
+    ) -> RecordedState:
+        """Start the text."""
+        return RecordedState(self.track)
+
+
+class RecordedState:
+    """The recorded drafter's side of its text."""
+
+    def __init__(self, track: Track) -> None:
+        self.track, self.known, self.seen = track, track.begins - 1, 0
+
+    def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
+        """Grow the shape from the tree of this position."""
+        (context,), (shape,) = contexts, shapes
+        self.seen = len(context)
+        read = max(len(context) - self.known, 1)
+        return [_grow(self.track.trees[len(context) - self.track.begins], list(context), shape, read)]
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """What was kept is read again with the next root, as by feature heads."""
+        self.known = self.seen
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """There is one."""
+
+
+def _grow(grown: Grown, context: list[int], shape: Shape, read: int) -> Draft:
+    """As `lm.py` grows a tree, with children that are recorded instead of computed."""
+    children: list[list[int]] = [[] for _ in grown.tokens]
+    for node, parent in enumerate(grown.parents[1:], 1):
+        children[parent].append(node)
+    for nodes in children:
+        nodes.sort(key=lambda node: -grown.scores[node])
+    growth, at = _Growth(TokenTree(context[-1]), context, {0: 0}, [0], read=read), {0: 0}
+    believe = bool(shape.budget or shape.ends)
+    growth.want(shape, 0)
+    for level in range(shape.depth):
+        growth.fed.update(dict.fromkeys(growth.wanted, 0))
+        found = [(node, child) for node, count in growth.wanted.items() for child in children[at[node]][:count]]
+        growth.frontier, growth.levels = [], growth.levels + 1
+        best = max((grown.scores[child] for _, child in found), default=0.0)
+        floor = shape.floor(best) if shape.budget else -math.inf
+        for node, child in found:
+            if grown.scores[child] < floor:
+                continue
+            new = growth.tree.add(node, grown.tokens[child])
+            growth.trials.setdefault(node, []).append(Trial(new))
+            growth.frontier.append(new)
+            at[new] = child
+            if believe:
+                growth.scores[new] = grown.scores[child]
+        if not growth.want(shape, level + 1):
+            break
+    fed = growth.read + len(growth.fed) - 1
+    if max(map(len, growth.tree.children)) > 1 or (shape.budget and growth.tree.drafted > shape.budget):
+        _arrange(growth, shape)
+    beliefs = {node: math.exp(score) for node, score in growth.scores.items() if node}
+    return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=fed, levels=growth.levels)
+
+
+# ---- playing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What rounds take, in milliseconds.
+
+    Args:
+        passes: of a pass over so many rows, straight lines in between.
+        level: of a level of the drafter; `proposal`: of a proposal besides; `lookup`: of one that is looked up.
+        around: of a round besides, whatever it drafts.
+        noise: spread of the logarithm of all of it.
+    """
+
+    passes: Mapping[int, float]
+    level: float = 0.95
+    proposal: float = 0.65
+    lookup: float = 0.1
+    around: float = 0.2
+    noise: float = 0.03
+
+    def seconds(self, draft: Draft, chance: random.Random) -> tuple[float, float]:
+        """Of drafting, and of the target's pass."""
+        factor = 1e-3 * math.exp(chance.gauss(0.0, self.noise))
+        if draft.beyond:
+            drafting = self.lookup
+        else:
+            drafting = self.proposal + self.level * draft.levels if draft.levels else 0.0
+        return drafting * factor, self.curve(1 + draft.tree.drafted) * factor
+
+    @property
+    def curve(self) -> Curve:
+        """Of passes."""
+        return Curve([*self.passes.items()])
+
+
+def parse_prices(text: str) -> dict[int, float]:
+    """Read "1:11.1,8:12.9,9:19.6": rows and milliseconds.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        found = {int(rows): float(ms) for rows, ms in (part.split(":") for part in text.split(","))}
+        if min(found) < 1 or min(found.values()) <= 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--passes {text!r} are no prices; write rows:milliseconds, such as 1:11,8:13,9:20") from None
+    return found
+
+
+def play(controller: Controller, track: Track, drafter: Drafter, prices: Prices, chance: random.Random) -> list[Timed]:
+    """Let a controller choose its way through a text.
+
+    Args:
+        drafter: of recorded trees, or lookups before it.
+    """
+    state, rounds, at = drafter.begin([track.ids[: track.begins]], [], 0), list[Timed](), track.begins
+    while at < len(track.ids):
+        left, shape = len(track.ids) - at, controller.choose()
+        cut = shape.cut(left - 1)
+        if not cut.depth:
+            shape = OFF
+        draft = state.propose([track.ids[:at]], [cut])[0] if shape.depth else Draft(TokenTree(track.ids[at - 1]), {})
+        verdict = verify_coupled(draft.tree, _follower(track.ids, at, draft.tree))
+        if shape.depth:
+            state.observe([verdict])
+        drafting, verifying = prices.seconds(draft, chance)
+        row = walked(draft, verdict, cut) if shape.depth else Walked((), 0, False, 0, True)
+        done = Round(shape, [row], drafting, verifying)
+        controller.reward(done)
+        tokens = min(row.emitted, left)
+        rounds.append(Timed(tokens, done.seconds + 1e-3 * prices.around, done.seconds, (shape.name, len(rounds))))
+        at += tokens
+    return rounds
+
+
+def _follower(ids: Sequence[int], at: int, tree: TokenTree) -> Callable[[int], int]:
+    """The text's own token behind every node."""
+    return lambda node: ids[at + tree.depths[node]] if at + tree.depths[node] < len(ids) else -1
+
+
+def played_drafter(drafter: Any, track: Track) -> Drafter:
+    """The engine's drafter with recorded trees in the place of its model."""
+    inner = getattr(drafter, "drafters", None)
+    return CascadeDrafter([*inner[:-1], Recorded(track)]) if inner else Recorded(track)
+
+
+def replay(
+    tracks: Sequence[Track],
+    drafter: Any,
+    methods: Mapping[str, Callable[[], Controller]],
+    prices: Prices,
+    seeds: int = 3,
+) -> Turns:
+    """All methods on all texts, one after the other, as often as there are seeds; each time they begin anew.
+
+    Args:
+        drafter: the engine's.
+    """
+    found = list[Written]()
+    for seed in range(seeds):
+        begun = {name: make() for name, make in methods.items()}
+        for number, track in enumerate(tracks):
+            again, rounds = played_drafter(drafter, track), dict[str, list[Timed]]()
+            for name, controller in begun.items():
+                rounds[name] = play(controller, track, again, prices, random.Random(1000 * seed + number))
+            found.append(Written(track.task, rounds, {}))
+    return Turns(found)
+
+
+def methods_of(engine: Engine, shapes: Sequence[str]) -> dict[str, Callable[[], Controller]]:
+    """Plain decoding, "auto" with what comes with the drafter, and fixed shapes."""
+    from outrider.drafters.catalog import make_controller
+
+    fixed = {name: lambda name=name: Fixed(parse_shape(name)) for name in shapes}
+    return {"plain": lambda: Fixed(OFF), "auto": lambda: make_controller("auto", engine.drafter), **fixed}
+
+
+def to_json(turns: Turns) -> dict[str, Any]:
+    """Speeds and ratios by task, and over all."""
+    fixed = [name for name in turns.methods if name != "auto"]
+    return {
+        task or "mix": {
+            "tokens_per_second": {name: turns.speed(name, task) for name in turns.methods},
+            "auto_over_best_fixed": turns.ratio("auto", fixed, task).to_json(),
+            "auto_over": {name: turns.ratio("auto", [name], task).to_json() for name in fixed},
+        }
+        for task in (*dict.fromkeys(turns.tasks), None)
+    }
+
+
+def render(turns: Turns, console: Console) -> None:
+    """One row per method, one column per task."""
+    found = to_json(turns)
+    table = Table(title="texts played again: tokens/s at these prices")
+    for name in ("method", *found):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for method in turns.methods:
+        table.add_row(method, *(f"{part['tokens_per_second'][method]:.1f}" for part in found.values()))
+    table.add_section()
+    ratios = [part["auto_over_best_fixed"] for part in found.values()]
+    table.add_row("auto over best fixed", *(f"{one['value']:.3f}" for one in ratios))
+    table.add_row("95 % of resamplings", *("{:.3f} to {:.3f}".format(*one["interval"]) for one in ratios))
+    console.print(table)

@@ -46,7 +46,7 @@ class NativeTreeModel(LeanTreeModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         try:
-            library()
+            self._kernels = library()
         except Unavailable as reason:
             raise Unsupported(str(reason)) from reason
         super().__init__(model)
@@ -156,7 +156,7 @@ class NativeTreeModel(LeanTreeModel):
         """Where keys and values are, with room for `end` slots."""
         if cache.beside is None or end > cache.beside.room:
             rooms = [cache.room(i, like, self.groups, self.head_size, end) for i in range(len(self.blocks))]
-            cache.beside = Held([keys for keys, _ in rooms], [values for _, values in rooms])
+            cache.beside = Held([keys for keys, _ in rooms], [values for _, values in rooms], self._kernels)
         held: Held = cache.beside
         return held
 

@@ -85,9 +85,14 @@ class DecoderLayer:
 
 
 class Held:
-    """Keys and values by layer, [B, G, C, E]; they may be parts of larger ones."""
+    """Keys and values by layer, [B, G, C, E]; they may be parts of larger ones.
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    Args:
+        kernels: move them, if anything does.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], kernels: ctypes.CDLL | None = None) -> None:
+        self._kernels = kernels
         assert len(keys) == len(values), "keys and values of every layer"
         self.layers, self.room = len(keys), keys[0].stride(1) // keys[0].shape[3]
         self._tensors, self._at = (keys, values), (_pointers(keys), _pointers(values))
@@ -98,7 +103,8 @@ class Held:
         like = self._tensors[0][0]
         groups, size, places = like.shape[1], like.shape[3] * like.element_size(), (c_int64 * len(slots))(*slots)
         both, heads = (self.keys, self.values), (row * groups, groups)
-        library().outrider_move(self.layers, *both, *heads, self.room, size, places, len(slots), target)
+        assert self._kernels is not None
+        self._kernels.outrider_move(self.layers, *both, *heads, self.room, size, places, len(slots), target)
 
     def layer(self, index: int) -> Held:
         """Those of one layer."""

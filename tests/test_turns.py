@@ -186,3 +186,13 @@ def test_real_texts_are_whole_and_the_same_and_the_prompt_is_left_out() -> None:
         spent, told = sum(done.seconds for done in rounds), result.stats.seconds
         rounded = sum(told[phase] for phase in ("draft", "verify", "commit"))
         assert spent >= rounded + told["prefill"] * shapes[shape]
+
+
+def test_a_machine_that_is_away_all_the_time_still_gives_a_ratio() -> None:
+    quick, slow = Timed(1, 0.010, 0.010, "round"), Timed(1, 0.030, 0.030, "round")
+    # most rounds are quick, yet in every stretch both methods have slow ones
+    lap = [quick] * 9 + [slow] * 7
+    written = Written("task", {"plain": [*lap, *lap], "auto": [*lap, *lap]}, {})
+    turns = Turns([written, written])
+    assert turns.ratio("auto", ["plain"]).value == pytest.approx(1.0)
+    assert 0.0 < turns.speed("plain") < 100.0

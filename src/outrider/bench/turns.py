@@ -269,15 +269,22 @@ def without_stalls(laps: Sequence[Lap]) -> tuple[list[list[tuple[int, float]]], 
     for done in (done for lap in laps for turn in lap for done in turn):
         kinds[done.kind].append(done.busy)
     usual = {kind: statistics.median(found) for kind, found in kinds.items() if len(found) >= FEW}
+    away = [_is_away(lap, usual) for lap in laps]
+    if all(away):  # a few rounds on a busy machine: these are better than none
+        away = [False] * len(laps)
     found, total, left = list[list[tuple[int, float]]](), 0.0, 0.0
-    for lap in laps:
-        slower = [_slower(turn, usual) for turn in lap if turn]
-        away = bool(slower) and statistics.median(slower) > STALL
-        turns = [(0, 0.0) if away else _mended(turn, usual) for turn in lap]
+    for lap, gone in zip(laps, away):
+        turns = [(0, 0.0) if gone else _mended(turn, usual) for turn in lap]
         total += sum(done.seconds for turn in lap for done in turn)
         left += sum(seconds for _, seconds in turns)
         found.append(turns)
     return found, 1.0 - left / total if total else 0.0
+
+
+def _is_away(lap: Lap, usual: Mapping[Hashable, float]) -> bool:
+    """Whether the machine was taken away during a stretch."""
+    slower = [_slower(turn, usual) for turn in lap if turn]
+    return bool(slower) and statistics.median(slower) > STALL
 
 
 def _slower(turn: Sequence[Timed], usual: Mapping[Hashable, float]) -> float:

@@ -12,6 +12,7 @@ import torch
 from outrider.api import Engine
 from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import make_drafter
+from outrider.drafters.lm import LMDraftState
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
@@ -202,3 +203,17 @@ def test_calibration_of_a_perfect_drafter_is_small(engine: Engine) -> None:
         )  # fmt: skip
     found = calibration(watched.walks)
     assert sum(count for _, _, count in found["bins"]) > 300 and found["ece"] < 0.12
+
+
+def test_a_drafter_from_a_folder_has_drafted_before_its_first_text(
+    engine: Engine, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted, propose = list[int](), LMDraftState.propose
+
+    def counted(self: LMDraftState, *given: Any) -> Any:
+        drafted.append(1)
+        return propose(self, *given)
+
+    monkeypatch.setattr(LMDraftState, "propose", counted)
+    make_drafter(str(head), engine.target, engine.tokenizer, dtype=engine.dtype)
+    assert drafted == [1], "what is made at first use would look like the price of drafting"

@@ -23,6 +23,9 @@ from outrider.models.feature_head import FeatureHead, HeadConfig
 from outrider.models.files import save_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
+from outrider.options import Options
+from outrider.sampling import Sampler
+from outrider.tree import parse_shape
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,7 +134,21 @@ def _load(folder: Path, target: PreTrainedModel) -> Drafter:
         model = MambaModel(module, *borrowed)
         drafter = LMDrafter(model, "mamba", model.vocab)
     drafter.sharpness = sharpness(config)
+    _settle(drafter)
     return drafter
+
+
+@torch.inference_mode()
+def _settle(drafter: LMDrafter) -> None:
+    """Draft once for nobody. What is made at first use then is there: in a text it would look like the price of drafting, which
+    ends where it is thought too dear."""
+    model = cast(Any, drafter.model)
+    sampler = Sampler(Options(), 0, 2, frozenset(), drafter.vocab, model.device)
+    state: Any = drafter.begin([[0, 0]], [sampler], 8)
+    if isinstance(drafter, HeadDrafter):
+        config = model.head.config
+        state.see([torch.zeros(1, len(config.taps) * config.width, dtype=model.dtype, device=model.device)])
+    state.propose([[0, 0]], [parse_shape("best7x4")])
 
 
 def load_module(folder: Path, target: PreTrainedModel | None) -> FeatureHead | MambaBlocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.bench.replay import (
     replay,
     save,
 )
+from outrider.bench.tasks import Prompt
 from outrider.bench.turns import Heard
 from outrider.cli import app
 from outrider.controller import Fixed
@@ -37,14 +39,19 @@ from toy import byte_tokenizer
 PRICES = Prices({1: 10.0, 8: 12.0, 9: 18.0, 16: 20.0}, noise=0.0)
 
 
-class Given:
+@dataclass(frozen=True)
+class Given(Prompt):
     """A prompt of token ids."""
 
-    def __init__(self, task: str, ids: list[int]) -> None:
-        self.task, self.ids = task, ids
+    ids: tuple[int, ...] = ()
 
     def encode(self, engine: Any) -> list[int]:
         return list(self.ids)
+
+
+def given(task: str, ids: list[int]) -> Given:
+    """One of a task."""
+    return Given(task, task, ids=tuple(ids))
 
 
 class Noted(Heard):
@@ -67,7 +74,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def tracks(engine: Engine) -> list[Track]:
-    return record(engine, [Given("a", PROMPT), Given("b", PROMPT[:5])], 48, widest="best400x4")  # type: ignore[list-item]
+    return record(engine, [given("a", PROMPT), given("b", PROMPT[:5])], 48, widest="best400x4")
 
 
 @pytest.mark.parametrize("shape", ["chain3", "best7x4@0.01+0.02~7", "best3x4~5", "3x2x1@0.02~4", "2x2"])
@@ -108,7 +115,7 @@ def test_tracks_outlive_a_process(tracks: list[Track], tmp_path: Path) -> None:
 def test_drafters_that_are_no_model_cannot_be_recorded() -> None:
     made = Engine(tiny("llama"), None, "llama", NgramDrafter())
     with pytest.raises(ValueError, match="--drafter"):
-        record(made, [Given("a", PROMPT)], 4)  # type: ignore[list-item]
+        record(made, [given("a", PROMPT)], 4)
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:0", "0:3", "one:2", "1:2,8"])

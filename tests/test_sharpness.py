@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.api import Engine
 from outrider.drafters.catalog import make_drafter
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small")
 class Flat:
     """A student whose law is the target's, flattened: its logits are the target's divided by a number."""
 
-    device = torch.device("cpu")
+    module, device = nn.Identity(), torch.device("cpu")
 
     def __init__(self, flatter: float) -> None:
         self.flatter, self.logits_RC = flatter, 3 * torch.randn(400, 50, generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ class Flat:
 def test_the_scale_undoes_what_flattened_a_law(flatter: float) -> None:
     student = Flat(flatter)
     text = Example(torch.zeros(400, dtype=torch.long), 1, 0.7, lambda: torch.zeros(400, 1))
-    scale, agreement = best_sharpness(student, [text])  # type: ignore[arg-type]
+    scale, agreement = best_sharpness(student, [text])
     assert scale == pytest.approx(flatter, abs=0.11)
     assert agreement[scale] > 0.97 and agreement[SCALES[-1]] < agreement[scale]
 
@@ -61,7 +61,7 @@ def test_a_trained_drafter_keeps_its_scale_and_texts_do_not_depend_on_it(
     for scale in (0.5, 1.0, 3.0):
         (folder / "config.json").write_text(json.dumps({**known, "sharpness": scale}))
         drafter = make_drafter(str(folder), engine.target, engine.tokenizer, dtype=engine.dtype)
-        assert drafter is not None and drafter.sharpness == scale  # type: ignore[attr-defined]
+        assert isinstance(drafter, LMDrafter) and drafter.sharpness == scale
         with engine.drafting(drafter):
             texts.append(engine.generate("abc", seed=3, temperature=0.9, shape="2x2x1", max_new_tokens=24).token_ids)
     assert (

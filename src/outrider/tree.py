@@ -107,6 +107,11 @@ class Shape:
     enough: float = 0.0
 
     @property
+    def believes(self) -> bool:
+        """Whether it matters how probable the drafter holds its tokens."""
+        return bool(self.budget or self.ends)
+
+    @property
     def ends(self) -> bool:
         """Whether branches or levels may end early."""
         return self.least > 0.0 or self.enough > 0.0 or self.within < math.inf

@@ -21,6 +21,7 @@ from outrider import noise
 from outrider.bench.turns import Clock, Heard, Spread, Text, Turns, Written, take_turns
 from outrider.drafters.base import Drafter, DraftState
 from outrider.drafters.catalog import make_controller
+from outrider.drafters.wrapped import Wrapped, WrappedState
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
 from outrider.verify import Draft, Verdict
@@ -80,7 +81,7 @@ class GuessingState:
         """Nothing to keep."""
 
 
-class Spoiled:
+class Spoiled(Wrapped):
     """Another drafter made useless: its tokens are off by one, or it takes longer.
 
     Args:
@@ -89,27 +90,18 @@ class Spoiled:
     """
 
     def __init__(self, inner: Drafter, vocab: int, shift: int = 0, delay: float = 0.0) -> None:
-        self.inner, self.vocab, self.shift, self.delay = inner, vocab, shift, delay
+        super().__init__(inner)
+        self.vocab, self.shift, self.delay = vocab, shift, delay
         self.drafters = [inner]
         self.name = f"spoiled {inner.name}"
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target that the drafter reads."""
-        return tuple(getattr(self.inner, "taps", ()))
-
-    def begin(
-        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
-    ) -> SpoiledState:
-        """Begin the drafter."""
-        return SpoiledState(self, self.inner.begin(prompts, samplers, room, stream))
+    def around(self, state: DraftState) -> SpoiledState:
+        """Spoil B sequences."""
+        return SpoiledState(self, state)
 
 
-class SpoiledState:
+class SpoiledState(WrappedState[Spoiled]):
     """The drafter's side of B sequences."""
-
-    def __init__(self, owner: Spoiled, inner: DraftState) -> None:
-        self.owner, self.inner = owner, inner
 
     def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
         """Proposals, late or wrong."""
@@ -128,15 +120,6 @@ class SpoiledState:
         if self.owner.shift:
             verdicts = [Verdict([0], verdict.next_token) for verdict in verdicts]
         self.inner.observe(verdicts)
-
-    def see(self, hidden: Any) -> None:
-        """Pass hidden states on."""
-        see: Any = getattr(self.inner, "see")  # noqa: B009
-        see(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        self.inner.keep(rows)
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------

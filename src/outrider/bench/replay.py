@@ -23,11 +23,12 @@ from outrider.controller import Controller, Fixed
 from outrider.cost import Curve
 from outrider.drafters.base import Drafter, DraftState
 from outrider.drafters.cascade import CascadeDrafter
-from outrider.drafters.lm import _arrange, _Growth
+from outrider.drafters.growth import Growth
+from outrider.drafters.wrapped import Wrapped, WrappedState
 from outrider.rounds import Round, Walked, walked
 from outrider.sampling import Sampler
 from outrider.tree import OFF, Shape, TokenTree, parse_shape
-from outrider.verify import Draft, Trial, Verdict, verify_coupled
+from outrider.verify import ONE_HOT, Draft, Verdict, verify_coupled
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -64,29 +65,20 @@ class Track:
     trees: list[Grown]
 
 
-class Recording:
+class Recording(Wrapped):
     """A drafter whose trees are kept instead of used: rounds stay plain."""
 
     def __init__(self, inner: Drafter, widest: Shape) -> None:
-        self.inner, self.name, self.widest, self.trees = inner, inner.name, widest, list[Grown]()
+        super().__init__(inner)
+        self.widest, self.trees = widest, list[Grown]()
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target that the drafter reads."""
-        return tuple(getattr(self.inner, "taps", ()))
-
-    def begin(
-        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
-    ) -> RecordingState:
-        """Begin the drafter."""
-        return RecordingState(self, self.inner.begin(prompts, samplers, room, stream))
+    def around(self, state: DraftState) -> RecordingState:
+        """Of one text."""
+        return RecordingState(self, state)
 
 
-class RecordingState:
+class RecordingState(WrappedState[Recording]):
     """The drafter's side of one text."""
-
-    def __init__(self, owner: Recording, inner: DraftState) -> None:
-        self.owner, self.inner = owner, inner
 
     def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
         """Keep what the drafter proposes, and propose nothing."""
@@ -94,19 +86,6 @@ class RecordingState:
         tree, scores = draft.tree, [0.0] + [math.log(draft.beliefs[node]) for node in range(1, len(draft.tree))]
         self.owner.trees.append(Grown(tree.parents, tree.tokens, scores))
         return [Draft(TokenTree(contexts[0][-1]), {})]
-
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """Pass it on."""
-        self.inner.observe(verdicts)
-
-    def see(self, hidden: Any) -> None:
-        """Pass hidden states on."""
-        see: Any = getattr(self.inner, "see")  # noqa: B009
-        see(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        self.inner.keep(rows)
 
 
 def record(
@@ -209,37 +188,22 @@ class RecordedState:
 
 
 def _grow(grown: Grown, context: list[int], shape: Shape, read: int) -> Draft:
-    """As `lm.py` grows a tree, with children that are recorded instead of computed."""
+    """A tree whose children are recorded instead of computed."""
     children: list[list[int]] = [[] for _ in grown.tokens]
     for node, parent in enumerate(grown.parents[1:], 1):
         children[parent].append(node)
     for nodes in children:
         nodes.sort(key=lambda node: -grown.scores[node])
-    growth, at = _Growth(TokenTree(context[-1]), context, {0: 0}, [0], read=read), {0: 0}
-    believe = bool(shape.budget or shape.ends)
+    growth, at = Growth(TokenTree(context[-1]), context, {0: 0}, [0], read=read), {0: 0}
     growth.want(shape, 0)
     for level in range(shape.depth):
         growth.fed.update(dict.fromkeys(growth.wanted, 0))
         found = [(node, child) for node, count in growth.wanted.items() for child in children[at[node]][:count]]
-        growth.frontier, growth.levels = [], growth.levels + 1
-        best = max((grown.scores[child] for _, child in found), default=0.0)
-        floor = shape.floor(best) if shape.budget else -math.inf
-        for node, child in found:
-            if grown.scores[child] < floor:
-                continue
-            new = growth.tree.add(node, grown.tokens[child])
-            growth.trials.setdefault(node, []).append(Trial(new))
-            growth.frontier.append(new)
-            at[new] = child
-            if believe:
-                growth.scores[new] = grown.scores[child]
+        hung = growth.hang([(node, grown.tokens[c], ONE_HOT, grown.scores[c]) for node, c in found], shape)
+        at.update({new: child for new, (_, child) in zip(hung, found) if new is not None})
         if not growth.want(shape, level + 1):
             break
-    fed = growth.read + len(growth.fed) - 1
-    if max(map(len, growth.tree.children)) > 1 or (shape.budget and growth.tree.drafted > shape.budget):
-        _arrange(growth, shape)
-    beliefs = {node: math.exp(score) for node, score in growth.scores.items() if node}
-    return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=fed, levels=growth.levels)
+    return growth.finish(shape)
 
 
 # ---- playing ---------------------------------------------------------------------------------------------------------

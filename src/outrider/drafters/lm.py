@@ -8,10 +8,8 @@ Shapes: F frontier nodes, C the model's (draft) vocabulary, V the target's vocab
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -19,47 +17,15 @@ import torch
 from torch import Tensor
 
 from outrider import noise
+from outrider.drafters.growth import Found, Growth
 from outrider.models.draft_vocab import TextVocabulary, widen
 from outrider.models.protocol import Follower, TreeModel, TreeState
 from outrider.native.highest import best
 from outrider.sampling import Sampler
 from outrider.tree import Shape, TokenTree
-from outrider.verify import ONE_HOT, Draft, Law, Trial, Verdict
+from outrider.verify import ONE_HOT, Draft, Law, Verdict
 
 CATCH_UP = 64  # tokens fed at once when the drafter is behind
-
-
-@dataclass
-class _Growth:
-    """A tree in the making, for one row."""
-
-    tree: TokenTree
-    context: list[int]
-    fed: dict[int, int]  # tree node -> pending node of the drafter
-    chain: list[int]  # pending nodes that lead to the root, the root last
-    trials: dict[int, list[Trial]] = field(default_factory=dict)
-    frontier: list[int] = field(default_factory=lambda: [0])
-    read: int = 1  # tokens of the text that were fed with the root
-    levels: int = 0  # drafted so far
-    wanted: dict[int, int] = field(default_factory=dict)  # fed nodes of the frontier -> how many children they get
-    scores: dict[int, float] = field(default_factory=lambda: {0: 0.0})  # cumulative log q, where the shape asks for it
-
-    def want(self, shape: Shape, level: int) -> list[int]:
-        """Choose the nodes of the frontier that get children at this level."""
-        counts = shape.levels[level] if level < shape.depth else ()
-        if shape.budget and counts:
-            # what is not among the best nodes so far cannot have a child among the best of all
-            best = sorted(self.scores, key=lambda n: -self.scores[n])[: shape.budget + 1]
-            best = [node for node in best if node in self.frontier][: max(1, shape.budget // 2)]
-            self.wanted = {node: counts[0] for node in self.frontier if node in best}
-        else:
-            scores = [self.scores.get(node, 0.0) for node in self.frontier]
-            floor = shape.floor(max(scores, default=0.0))
-            every = zip(self.frontier, counts, scores)
-            self.wanted = {node: count for node, count, score in every if count and score >= floor}
-        if shape.enough and sum(math.exp(self.scores[node]) for node in self.wanted) < shape.enough:
-            self.wanted = {}
-        return list(self.wanted)
 
 
 class LMDrafter:
@@ -95,7 +61,7 @@ class LMDraftState:
         self.stream, self.rounds = stream, 0
         self.offsets = [self._offset(len(prompt)) for prompt in prompts]
         self.state = self._prefill(prompts)
-        self.growths: list[_Growth] = []
+        self.growths: list[Growth] = []
         self.reading = 0.0  # seconds that went into text far behind
 
     # -- following the text ----------------------------------------------------------------------------------------
@@ -137,7 +103,7 @@ class LMDraftState:
             )
             self.reading = time.perf_counter() - begun
         self.growths = [
-            _Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=len(row))
+            Growth(TokenTree(context[-1]), list(context), {0: len(row) - 1}, list(range(len(row))), read=len(row))
             for context, row in zip(contexts, chunk)
         ]
         return logits
@@ -169,7 +135,7 @@ class LMDraftState:
             if not any(wanted):
                 break
             logits = self._feed_wanted()
-        return [self._finish(growth, shape) for growth, shape in zip(self.growths, shapes)]
+        return [growth.finish(shape, self.reading) for growth, shape in zip(self.growths, shapes)]
 
     def _feed_wanted(self) -> list[Tensor]:
         """Extend the drafter by the nodes that get children next; their logits per row, [F, V]."""
@@ -182,41 +148,31 @@ class LMDraftState:
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
         return [logits_FV[: len(feed)] for logits_FV, feed in zip(logits_BFV.unbind(), feeds)]
 
-    def _choose_children(self, growth: _Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
+    def _choose_children(self, growth: Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
         """Hang children under the frontier nodes that were fed, and make them the next frontier."""
         fed, counts = list(growth.wanted), list(growth.wanted.values())
-        growth.frontier = []
         if not fed:
+            growth.frontier = []
             return
-        growth.levels += 1
         sampler = self.samplers[row]
         scores_FC, ids_C, temperature = self._scores(growth, row, fed, logits_FC, shape)
         if sampler.options.rule == "coupled" and not sampler.greedy:
             temperature /= self.drafter.sharpness
         position = len(growth.context) + growth.tree.depths[fed[0]]
-        salt, believe = noise.mix(self.stream, self.rounds), bool(shape.budget or shape.ends)
+        salt = noise.mix(self.stream, self.rounds)
         chosen = choose(
-            scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, believe, temperature
+            scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, shape.believes, temperature
         )
         tokens = None if ids_C is None else self._tokens(row)
-        found: list[tuple[int, int, Law, float]] = []
+        found: list[Found] = []
         for node, picked in zip(fed, chosen):
             for column, law, logq in picked:
                 token = column if tokens is None else int(tokens[column])
                 found.append((node, token, law, growth.scores.get(node, 0.0) + logq))
-        floor = shape.floor(max((score for *_, score in found), default=0.0)) if shape.budget else -math.inf
-        for node, token, law, score in found:
-            if score < floor:
-                continue  # this branch ends here
-            child = growth.tree.add_once(node, token)
-            growth.trials.setdefault(node, []).append(Trial(child, law))
-            if child not in growth.frontier:
-                growth.frontier.append(child)
-            if believe:
-                growth.scores[child] = score
+        growth.hang(found, shape)
 
     def _scores(
-        self, growth: _Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
+        self, growth: Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor | None, float]:
         """Processed logits, the token ids of their columns (None: they are the ids), and what they are still to be divided by.
 
@@ -250,13 +206,6 @@ class LMDraftState:
         """The same where they can be read one by one."""
         vocabulary: TextVocabulary | None = getattr(self.state, "vocabulary", None)
         return self.drafter.draft_tokens if vocabulary is None else vocabulary.tokens(row)
-
-    def _finish(self, growth: _Growth, shape: Shape) -> Draft:
-        fed = growth.read + len(growth.fed) - 1  # nodes that are left out were fed, too
-        if max(map(len, growth.tree.children)) > 1 or (shape.budget and growth.tree.drafted > shape.budget):
-            _arrange(growth, shape)
-        beliefs = {node: math.exp(score) for node, score in growth.scores.items() if node}
-        return Draft(growth.tree, growth.trials, beliefs=beliefs, fed=fed, levels=growth.levels, reading=self.reading)
 
     # -- the verdict -----------------------------------------------------------------------------------------------
 
@@ -337,27 +286,3 @@ def _believed(scores_FC: Tensor, chosen: Sequence[Sequence[Choice]]) -> list[lis
     rows_X, columns_X = torch.tensor(pairs, dtype=torch.long, device=scores_FC.device).view(-1, 2).unbind(-1)
     logs = iter(scores_FC.log_softmax(-1)[rows_X, columns_X].tolist())
     return [[(column, law, next(logs)) for column, law, _ in picked] for picked in chosen]
-
-
-def _arrange(growth: _Growth, shape: Shape) -> None:
-    """Leave out what a budget has no room for (OPT-Tree: ancestors outrank descendants), and lay every node right behind its
-    parent, the first child first: then the likeliest path is one piece, and what is kept of it need not be moved."""
-    old, order = growth.tree, range(1, len(growth.tree))
-    if shape.budget and old.drafted > shape.budget:
-        kept = set(sorted(order, key=lambda n: (-growth.scores[n], n))[: shape.budget])
-    else:
-        kept = set(order)
-    tree, renamed, waiting = TokenTree(old.root), {0: 0}, old.children[0][::-1]
-    while waiting:
-        node = waiting.pop()
-        if node in kept:
-            renamed[node] = tree.add(renamed[old.parents[node]], old.tokens[node])
-            waiting += old.children[node][::-1]
-    growth.trials = {
-        renamed[parent]: [Trial(renamed[t.node], t.law) for t in tried if t.node in renamed]
-        for parent, tried in growth.trials.items()
-        if parent in renamed
-    }
-    growth.fed = {renamed[node]: at for node, at in growth.fed.items() if node in renamed}
-    growth.scores = {renamed[node]: score for node, score in growth.scores.items() if node in renamed}
-    growth.tree = tree

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor
-
-from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
-from outrider.sampling import Sampler
+from outrider.drafters.base import Drafter, DraftState
+from outrider.drafters.wrapped import Wrapped, WrappedState
 from outrider.tree import Shape
 from outrider.verify import Draft, Verdict
 
@@ -50,48 +48,32 @@ def walk(draft: Draft, verdict: Verdict) -> Walk:
     return Walk(ranks, beliefs, max(tree.depths), tree.drafted)
 
 
-class Watched:
+class Watched(Wrapped):
     """A drafter whose rounds are written down in `walks`."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.name, self.walks = inner, inner.name, list[Walk]()
+        super().__init__(inner)
+        self.walks = list[Walk]()
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target that the drafter reads."""
-        return tuple(getattr(self.inner, "taps", ()))
-
-    def begin(
-        self, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int = 0
-    ) -> WatchedState:
-        """Begin the drafter."""
-        return WatchedState(self, self.inner.begin(prompts, samplers, room, stream))
+    def around(self, state: DraftState) -> WatchedState:
+        """Watch B sequences."""
+        return WatchedState(self, state)
 
 
-class WatchedState:
+class WatchedState(WrappedState[Watched]):
     """The drafter's side of B sequences."""
 
-    def __init__(self, owner: Watched, inner: DraftState) -> None:
-        self.owner, self.inner = owner, inner
-        self.drafts: list[Draft] = []
+    drafts: Sequence[Draft] = ()
 
     def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
         """Pass the drafter's proposals on."""
-        self.drafts = self.inner.propose(contexts, shapes)
-        return self.drafts
+        self.drafts = drafts = self.inner.propose(contexts, shapes)
+        return drafts
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Write down what became of them."""
         self.owner.walks += [walk(draft, verdict) for draft, verdict in zip(self.drafts, verdicts)]
         self.inner.observe(verdicts)
-
-    def see(self, hidden: Sequence[Tensor]) -> None:
-        """Pass hidden states on."""
-        cast(FeatureDraftState, self.inner).see(hidden)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        self.inner.keep(rows)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

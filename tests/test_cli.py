@@ -110,6 +110,33 @@ def test_a_mistake_is_one_line_and_exit_2(folder: Path, arguments: tuple[str, ..
     assert len(lines) == 1 and lines[0].startswith("outrider: ") and word in lines[0]
 
 
+MEASURING = [
+    *(("bench", name) for name in ("choice", "hostile", "forecast", "replay", "rates", "round", "context", "regret")),
+    ("bench", "peers", "nowhere"),
+    ("plan",),
+    ("evaluate", "--drafter", "ngram"),
+]
+
+
+@pytest.mark.parametrize("command", MEASURING, ids=lambda command: command[min(1, len(command) - 1)])
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    found = CliRunner().invoke(app, [*command, "--target", "nowhere", "--out", str(tmp_path / "file" / "out")])
+    assert found.exit_code == 2 and "cannot be written" in found.stderr and len(found.stderr.splitlines()) == 1
+
+
+def test_recorded_texts_are_refused_a_place_that_is_none(tmp_path: Path) -> None:
+    found = CliRunner().invoke(
+        app, ["bench", "replay", "--tracks", str(tmp_path / "new" / "texts.json"), "--passes", "x"]
+    )
+    assert "no prices" in found.stderr and (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    found = CliRunner().invoke(app, ["bench", "replay", "--tracks", str(tmp_path / "file" / "texts.json")])
+    assert found.exit_code == 2 and "cannot be written" in found.stderr
+
+
 def test_damaged_weights_are_one_line(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     model = tiny("llama", seed=9, vocab=len(tokenizer))

@@ -16,6 +16,7 @@ from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.folder import load_module
 from outrider.models import files
 from outrider.models.fingerprint import fingerprint
+from outrider.models.mamba_mixer import MambaMixer
 from outrider.train import boost as boost_module
 from outrider.train import distil as distil_module
 from outrider.train import workshop as workshop_module
@@ -69,6 +70,16 @@ def test_neurons_are_a_drafters_width(engine: Engine, data: Path, tmp_path: Path
         student = make_student(engine, plan, held, settings, tmp_path)
         sizes.append(sum(p.numel() for p in student.module.parameters() if p.requires_grad))
     assert sizes[1] - sizes[0] == 3 * 32 * engine.model.config.hidden_size
+
+
+@pytest.mark.parametrize(("kind", "core"), [("mamba", "attention"), ("head", "ssm"), ("head", "hybrid")])
+def test_a_mixer_has_the_state_size_that_was_asked_for(
+    engine: Engine, data: Path, tmp_path: Path, kind: str, core: str
+) -> None:
+    _, held, _ = head_student(engine, data)
+    plan = Plan(kind, core, taps=(0, 1), state=24)
+    student = make_student(engine, plan, held, DistilSettings(minutes=0.01, draft_vocab=100), tmp_path)
+    assert {m.state_size for m in student.module.modules() if isinstance(m, MambaMixer)} == {24}
 
 
 def test_a_trained_drafter_keeps_its_draft_vocabulary_unless_told(
@@ -125,6 +136,9 @@ def test_distil_mistakes_are_one_line(
     assert "sgd" in attempt("--optimizer", "sgd")
     assert "--neurons" in attempt("--neurons", 0)
     assert "--neurons" in attempt("--neurons", 8, "--init", head)
+    assert "--state" in attempt("--kind", "mamba", "--state", 0)
+    assert "--state" in attempt("--kind", "llama", "--state", 8)
+    assert "--state" in attempt("--core", "attention", "--state", 8)
     assert "--taps" in attempt("--taps", "first")
     assert "last layer" in attempt("--taps", "0")
     assert "to start from" in attempt("--kind", "llama", "--init", tmp_path)

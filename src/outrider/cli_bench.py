@@ -15,6 +15,8 @@ from outrider.cli_options import (
     DType,
     Exact,
     Json,
+    OutFolder,
+    OutPicture,
     Target,
     Threads,
     Trust,
@@ -190,7 +192,7 @@ def peers(
         bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
     ] = False,
     repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     threads: Threads = None,
     trust_remote_code: Trust = False,
@@ -232,7 +234,7 @@ def round_(
     shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2 ...")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -261,7 +263,7 @@ def round_(
 def mixers(
     repeat: Annotated[int, typer.Option(help="Times that everything is measured; the best counts.", min=1)] = 20,
     layers: Annotated[int, typer.Option(help="Layers that commits are measured over.", min=1)] = 8,
-    plot: Annotated[str | None, typer.Option(help="Write a picture to this PNG file.")] = None,
+    plot: OutPicture = None,
     device: Device = None,
     threads: Threads = None,
     json: Json = False,
@@ -279,7 +281,7 @@ def mixers(
     with progress("bench mixers", quiet=json) as tell:
         report = run_mixers(pick_device(device), repeat, layers=layers, tell=tell)
     if plot is not None:
-        mixers_report.plot(report, Path(plot))
+        mixers_report.plot(report, plot)
     if json:
         print_json(report)
     else:
@@ -294,7 +296,7 @@ def context(
     lengths: Annotated[str, typer.Option(help="Tokens of the contexts, joined by commas.")] = "128,1k,4k,8k",
     depth: Annotated[int, typer.Option(help="Levels of the chain that is drafted.")] = 5,
     repeats: Annotated[int, typer.Option(help="Times that each drafts; the median counts.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,9 @@ DraftVocab = Annotated[
 ]
 OptimizerName = Annotated[str, typer.Option(help="Of matrices: muon or adamw; all else has adamw.")]
 Neurons = Annotated[int | None, typer.Option(help="Feed-forward neurons of every block of a fresh drafter: its width.")]
+StateSize = Annotated[
+    int | None, typer.Option(help="State size of a fresh Mamba mixer: what it can remember. Default: 32, in a head 64.")
+]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a training batch.")]
 Taps = Annotated[
     str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
@@ -65,6 +69,38 @@ HeldOut = Annotated[
 ]
 Every = Annotated[float, typer.Option(help="Seconds of training between evaluations, each with a checkpoint.")]
 Patience = Annotated[int, typer.Option(help="Stop after this many evaluations without gain; 0 never does.")]
+
+
+def made_folder(path: Path | None) -> Path | None:
+    """A folder to write into, made at once: nobody should measure for minutes to read that it cannot be."""
+    if path is not None:
+        _check_writable(path, path)
+    return path
+
+
+def file_in_folder(path: Path | None) -> Path | None:
+    """A file to write, whose folder is made at once."""
+    if path is not None:
+        _check_writable(path, path.parent)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the path of a file")
+    return path
+
+
+def _check_writable(path: Path, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({(error.strerror or str(error)).lower()}); give another path"
+        ) from error
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{path} may not be written; give another path, or the right to")
+
+
+OutFolder = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures.", callback=made_folder)]
+OutPicture = Annotated[Path | None, typer.Option(help="Write a picture to this PNG file.", callback=file_in_folder)]
+OutFile = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.", callback=file_in_folder)]
 
 
 def parse_count(text: str, what: str) -> int:
@@ -153,6 +189,7 @@ def plan_from(
     init: str | None,
     held_out: str,
     neurons: int | None = None,
+    state: int | None = None,
 ) -> Plan:
     from outrider.train.kinds import CORES, KINDS, Plan
 
@@ -163,8 +200,10 @@ def plan_from(
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
     if neurons is not None and (init or neurons < 1):
         raise ValueError("--neurons is for fresh drafters, 1 or more; leave it out")
+    if state is not None and (init or state < 1 or kind == "llama" or (kind, core) == ("head", "attention")):
+        raise ValueError("--state is for fresh drafters with a Mamba mixer, 1 or more; leave it out")
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):
         raise ValueError(f"--taps {taps!r} is not a list of layers; write for example 7,17,29")
     chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()
     tasks = tuple(name.strip() for name in held_out.split(",") if name.strip())
-    return Plan(kind, core, chosen, layers, neurons, init, tasks)
+    return Plan(kind, core, chosen, layers, neurons, init, tasks, state)

@@ -14,10 +14,12 @@ from outrider.cli_options import (
     DrafterName,
     DType,
     Json,
+    OutFolder,
     Target,
     Threads,
     Trust,
     load_pair,
+    made_folder,
     print_json,
     write_json,
 )
@@ -48,7 +50,7 @@ def plan(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed when sampling.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and plan.png.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -95,7 +97,7 @@ def plan(
 
 
 def regret(
-    out: Annotated[Path, typer.Option(help="Folder for regret.png and regret.json.")],
+    out: Annotated[Path, typer.Option(help="Folder for regret.png and regret.json.", callback=made_folder)],
     target: Annotated[
         str | None, typer.Option(help="Record the walks of this target; without it, a text is made up that changes.")
     ] = None,

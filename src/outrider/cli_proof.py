@@ -14,9 +14,12 @@ from outrider.cli_options import (
     DrafterName,
     DType,
     Json,
+    OutFile,
+    OutFolder,
     Target,
     Threads,
     Trust,
+    file_in_folder,
     load_drafters,
     load_pair,
     load_target,
@@ -30,7 +33,6 @@ HeldOut = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 Seed = Annotated[int, typer.Option(help="Seed when sampling, and of random prompts.")]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")]
 
 
 def register(bench: typer.Typer) -> None:
@@ -66,7 +68,7 @@ def choice(
     repeat: Annotated[int, typer.Option(help="Times that every method runs every prompt.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    out: Out = None,
+    out: OutFile = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -97,7 +99,7 @@ def hostile(
         float, typer.Option(help="Milliseconds that the slow drafter takes longer for every level.")
     ] = 30.0,
     seed: Seed = 0,
-    out: Out = None,
+    out: OutFile = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -131,7 +133,7 @@ def forecast(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    out: Out = None,
+    out: OutFile = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -172,7 +174,7 @@ def replay(
     noise: Annotated[float, typer.Option(help="Spread of all times, as a share.")] = 0.03,
     seeds: Annotated[int, typer.Option(help="Times that all is played.")] = 3,
     tracks: Annotated[Path | None, typer.Option(help="File of recorded texts; written if it is not there.")] = None,
-    out: Out = None,
+    out: OutFile = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,
@@ -185,6 +187,8 @@ def replay(
     from outrider.bench.runner import engine_facts, parse_methods
     from outrider.progress import progress
 
+    if tracks is not None and not tracks.exists():
+        file_in_folder(tracks)
     prices = again.Prices(again.parse_prices(passes), level, proposal, noise=noise)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     if tracks is not None and tracks.exists():
@@ -209,7 +213,7 @@ def rates(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the picture and the JSON.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,

@@ -28,10 +28,12 @@ from outrider.cli_options import (
     Neurons,
     OptimizerName,
     Out,
+    OutFolder,
     Patience,
     Ramp,
     Rate,
     Seed,
+    StateSize,
     Steps,
     Taps,
     Target,
@@ -167,6 +169,7 @@ def distil(
     taps: Taps = "",
     layers: Layers = None,
     neurons: Neurons = None,
+    state: StateSize = None,
     init: Init = None,
     held_out: HeldOut = EVALUATION_TASKS,
     batch_tokens: BatchTokens = 2048,
@@ -180,7 +183,7 @@ def distil(
     json: Json = False,
 ) -> None:
     """Train a drafter on the target's answers and laws; tells the acceptance length that it predicts as it goes."""
-    plan = plan_from(kind, core, taps, layers, init, held_out, neurons)
+    plan = plan_from(kind, core, taps, layers, init, held_out, neurons, state)
     settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
     from outrider.train.workshop import distil as run
 
@@ -302,6 +305,7 @@ def boost(
     taps: Taps = "",
     layers: Layers = None,
     neurons: Neurons = None,
+    state: StateSize = None,
     init: Init = None,
     held_out: HeldOut = EVALUATION_TASKS,
     batch_tokens: BatchTokens = 2048,
@@ -315,7 +319,7 @@ def boost(
     json: Json = False,
 ) -> None:
     """Boost-tune several drafters; use them together as --drafter OUT/1+OUT/2. --minutes are for each."""
-    plan = plan_from(kind, core, taps, layers, init, held_out, neurons)
+    plan = plan_from(kind, core, taps, layers, init, held_out, neurons, state)
     settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
     from outrider.train.boost import boost as run
 
@@ -339,7 +343,7 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures.")] = None,
+    out: OutFolder = None,
     dtype: DType = None,
     device: Device = None,
     threads: Threads = None,

@@ -37,6 +37,7 @@ class Plan:
             the target's of a transformer.
         init: a folder to start from: a drafter of the same kind to train on, or, for a llama, what `prune` writes.
         held_out: tasks, and FILE.jsonl, on whose held-out prompts acceptance is predicted.
+        state: state size of a fresh Mamba mixer; by default 32, and 64 in a head.
     """
 
     kind: str = "head"
@@ -46,6 +47,7 @@ class Plan:
     neurons: int | None = None
     init: str | None = None
     held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    state: int | None = None
 
 
 def default_taps(engine: Engine) -> tuple[int, ...]:
@@ -74,7 +76,9 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
     if plan.kind == "head":
         return _head(engine, plan, found, settings, ids)
     if plan.kind == "mamba":
-        blocks = new_mamba(engine, found, len(ids), settings.seed, plan.layers or 3, plan.neurons or 0)
+        blocks = new_mamba(
+            engine, found, len(ids), settings.seed, plan.layers or 3, plan.neurons or 0, plan.state or 32
+        )
         blocks.draft_ids = ids
         return MambaStudent(engine, blocks)
     if plan.kind == "llama":
@@ -93,7 +97,9 @@ def _draft_ids(engine: Engine, found: list[Example], count: int, run: Path) -> t
 
 def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, ids: torch.Tensor) -> Student:
     taps = plan.taps or default_taps(engine)
-    head = new_head(engine, found, taps, len(ids), settings.seed, plan.core, neurons=plan.neurons)
+    head = new_head(
+        engine, found, taps, len(ids), settings.seed, plan.core, neurons=plan.neurons, state=plan.state or 64
+    )
     head.draft_ids = ids
     return HeadStudent(engine, head)
 

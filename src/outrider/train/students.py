@@ -154,6 +154,7 @@ def new_head(
     core: str = "attention",
     window: int = 128,
     neurons: int | None = None,
+    state: int = 64,
 ) -> FeatureHead:
     """An untrained head for a target; with feed-forward neurons of 8/3 of its width if nothing else is said."""
     config = engine.model.config.get_text_config()
@@ -171,6 +172,7 @@ def new_head(
             window=window,
             ssm_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
             ssm_head_size=SSM_HEAD_SIZE,
+            ssm_state=state,
         )
     )
     head.draft_ids = frequent_tokens(examples, head.config.draft_vocab, config.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,27 @@ def test_the_interval_is_honest() -> None:
         held += one.low <= 1.0 <= one.high
         assert one.high - one.low < 0.25
     assert held >= 33
+
+
+def test_a_text_that_is_played_again_says_nothing_new_of_other_texts() -> None:
+    """Four more plays of the same texts leave the interval as wide as it was, where four times as many texts halve it."""
+
+    def width(written: list[Written]) -> float:
+        found = Turns(written).ratio("auto", ["plain"])
+        return found.high - found.low
+
+    bench = Bench(steady, noise=0.0)
+    begin = {name: lambda name=name: bench.text(name, 0.012) for name in ("plain", "auto")}
+    texts = [take_turns("task", begin, TOKENS, bench.chance, bench.clock) for _ in range(40)]
+    once = [replace(one, text=number) for number, one in enumerate(texts[:10])]
+    assert width(once * 4) == pytest.approx(width(once), rel=0.15)
+    assert width(texts) < 0.7 * width(once)
+
+
+def test_a_single_stretch_has_no_interval() -> None:
+    lap = [Timed(1, 0.01, 0.01, "round") for _ in range(TURN)]
+    found = Turns([Written("task", {"plain": lap, "auto": lap}, {}, 0)] * 3).ratio("auto", ["plain"])
+    assert found.to_json() == {"value": 1.0, "interval": None} and "too little text" in str(found)
 
 
 def test_the_luckiest_of_many_equal_shapes_is_not_flattered() -> None:

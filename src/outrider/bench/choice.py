@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -118,9 +118,9 @@ def measure_choice(
     options = {"temperature": temperature, "seed": seed}
     encoded, chance = [prompt.encode(engine) for prompt in prompts], random.Random(seed)
 
-    def written(task: str, ids: list[int], tokens: int) -> Written:
+    def written(task: str, ids: list[int], tokens: int, text: int = 0) -> Written:
         begin = {name: lambda name=name: _begin(engine, name, ids, tokens, options) for name in methods}
-        return take_turns(task, begin, tokens, chance, clock)
+        return replace(take_turns(task, begin, tokens, chance, clock), text=text)
 
     written(prompts[0].task, encoded[0], min(max_new_tokens, WARM))
     found = list[list[Written]]()
@@ -128,7 +128,7 @@ def measure_choice(
         found.append([])
         for place, (prompt, ids) in enumerate(zip(prompts, encoded)):
             progress(number * len(prompts) + place, repeat * len(prompts), prompt.task)
-            found[-1].append(written(prompt.task, ids, max_new_tokens))
+            found[-1].append(written(prompt.task, ids, max_new_tokens, place))
     runs = {name: [[_run(one, name) for one in repeated] for repeated in found] for name in methods}
     report = report_of(engine, methods, prompts, encoded, runs, {"max_new_tokens": max_new_tokens, **options})
     return Choice(Turns([one for repeated in found for one in repeated]), report)
@@ -162,7 +162,7 @@ def render(choice: Choice, console: Console) -> None:
         table.add_row(method, *(f"[bold]{cell}[/bold]" if top else cell for cell, top in zip(cells, best)))
     table.add_section()
     table.add_row("auto over best fixed", *(f"{choice.ratio(task).value:.3f}" for task in columns))
-    table.add_row("95 % of resamplings", *(f"{(r := choice.ratio(task)).low:.3f} to {r.high:.3f}" for task in columns))
+    table.add_row("95 % of resamplings", *(choice.ratio(task).between for task in columns))
     console.print(table)
     by_task, by_prompt = choice.rooms
     console.print(

@@ -249,9 +249,9 @@ def render(cases: Sequence[Case], console: Console) -> None:
     for name in names:
         table.add_column(name, justify="right")
     for case in cases:
-        value, low, high = case.ratio.value, case.ratio.low, case.ratio.high
+        value = case.ratio.value
         ratio = f"{value:.3f}" if value >= PROMISE else f"[red]{value:.3f}[/red]"
         speeds = [f"{case.turns.speed(way):.1f}" for way in ("auto", "plain")]
         lost = [f"{case.lost(stage):+.1%}" for stage in STAGES]
-        table.add_row(case.name, ratio, f"{low:.3f} to {high:.3f}", *speeds, f"{case.drafted:.0%}", *lost)
+        table.add_row(case.name, ratio, case.ratio.between, *speeds, f"{case.drafted:.0%}", *lost)
     console.print(table)

@@ -313,7 +313,7 @@ def replay(
             again, rounds = played_drafter(drafter, track), dict[str, list[Timed]]()
             for name, controller in begun.items():
                 rounds[name] = play(controller, track, again, prices, random.Random(1000 * seed + number))
-            found.append(Written(track.task, rounds, {}))
+            found.append(Written(track.task, rounds, {}, number))
     return Turns(found)
 
 
@@ -347,7 +347,8 @@ def render(turns: Turns, console: Console) -> None:
     for method in turns.methods:
         table.add_row(method, *(f"{part['tokens_per_second'][method]:.1f}" for part in found.values()))
     table.add_section()
-    ratios = [part["auto_over_best_fixed"] for part in found.values()]
-    table.add_row("auto over best fixed", *(f"{one['value']:.3f}" for one in ratios))
-    table.add_row("95 % of resamplings", *("{:.3f} to {:.3f}".format(*one["interval"]) for one in ratios))
+    fixed = [name for name in turns.methods if name != "auto"]
+    ratios = [turns.ratio("auto", fixed, None if name == "mix" else name) for name in found]
+    table.add_row("auto over best fixed", *(f"{one.value:.3f}" for one in ratios))
+    table.add_row("95 % of resamplings", *(one.between for one in ratios))
     console.print(table)

@@ -12,6 +12,7 @@ one half of the stretches, its speed is read off the other half, and the other w
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -119,11 +120,13 @@ class Written:
     Args:
         rounds: of every method.
         results: what an engine's `generate` would have returned.
+        text: which text it is, where texts are written more than once; None is a text of its own.
     """
 
     task: str
     rounds: dict[str, list[Timed]]
     results: dict[str, Any]
+    text: int | None = None
 
 
 def take_turns(
@@ -158,18 +161,23 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Spread:
-    """An estimate and its interval."""
+    """An estimate and its interval, whose ends are not numbers where there were too few stretches to tell."""
 
     value: float
     low: float
     high: float
 
+    @property
+    def between(self) -> str:
+        """The interval in words."""
+        return "too little text" if math.isnan(self.low) else f"{self.low:.3f} to {self.high:.3f}"
+
     def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.value:.3f} ({self.between})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {"value": self.value, "interval": [self.low, self.high]}
+        return {"value": self.value, "interval": None if math.isnan(self.low) else [self.low, self.high]}
 
 
 class Turns:
@@ -182,11 +190,15 @@ class Turns:
     def __init__(self, written: Sequence[Written]) -> None:
         self.methods = list(written[0].rounds)
         self.tasks, self.prompts, halves, laps = list[str](), list[int](), list[int](), list[Lap]()
-        for prompt, one in enumerate(written):
+        known = dict[Hashable, int]()
+        self.numbers = list[int]()  # which stretch of its text each is
+        for place, one in enumerate(written):
+            prompt = known.setdefault(("alone", place) if one.text is None else one.text, len(known))
             by_method = [_stretches(rounds) for rounds in one.rounds.values()]
             for number in range(max(map(len, by_method))):
                 self.tasks.append(one.task)
                 self.prompts.append(prompt)
+                self.numbers.append(number)
                 halves.append((prompt + number) % 2)  # every other stretch; prompts begin in either half
                 laps.append([found[number] if number < len(found) else [] for found in by_method])
         self.half_L = np.array(halves)
@@ -221,16 +233,23 @@ class Turns:
         return np.array([task in (None, one) for one in self.tasks])
 
     def _spread(self, chosen_L: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Spread:
-        """A statistic of weighted stretches, and its interval: stretches are drawn again within each task and half."""
+        """A statistic of weighted stretches, and its interval: stretches are drawn again within each task and half. A stretch
+        that was written more than once is one: it is drawn with all its times, for they say nothing of other texts."""
         weights_RL = np.zeros((1 + RESAMPLED, len(self.tasks)))
         weights_RL[0] = chosen_L
-        rng = np.random.default_rng(0)
+        rng, fewest = np.random.default_rng(0), len(self.tasks)
         for task, half in sorted({*zip(self.tasks, self.half_L.tolist())}):
             places = np.flatnonzero(chosen_L & self._of(task) & (self.half_L == half))
-            if count := len(places):
-                weights_RL[1:, places] = rng.multinomial(count, np.full(count, 1.0 / count), RESAMPLED)
+            same = [(self.prompts[place], self.numbers[place]) for place in places]
+            column = {stretch: number for number, stretch in enumerate(dict.fromkeys(same))}
+            if count := len(column):
+                drawn_RS = rng.multinomial(count, np.full(count, 1.0 / count), RESAMPLED)
+                weights_RL[1:, places] = drawn_RS[:, [column[stretch] for stretch in same]]
+                fewest = min(fewest, count)
         with np.errstate(divide="ignore", invalid="ignore"):
             value, *again = statistic(weights_RL)
+        if fewest < 2:
+            return Spread(float(value), math.nan, math.nan)
         low, high = np.nanquantile(again, [(1.0 - INSIDE) / 2, (1.0 + INSIDE) / 2])
         return Spread(float(value), float(low), float(high))
 

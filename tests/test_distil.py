@@ -13,7 +13,7 @@ import torch
 from families import tiny
 from outrider.api import Engine
 from outrider.drafters.feature_head import HeadDrafter, HeadModel
-from outrider.drafters.folder import load_module
+from outrider.drafters.folder import load_module, save_mamba
 from outrider.models import files
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_mixer import MambaMixer
@@ -27,7 +27,7 @@ from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan, make_student, save_student
 from outrider.train.llama_student import LlamaStudent
 from outrider.train.prune import choose_layers, laws, prune
-from outrider.train.students import HeadStudent, frequent_tokens, new_head
+from outrider.train.students import HeadStudent, MambaStudent, frequent_tokens, new_head, new_mamba
 from outrider.train.workshop import distil
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, same_text, save_target, succeed
 
@@ -80,6 +80,58 @@ def test_a_mixer_has_the_state_size_that_was_asked_for(
     plan = Plan(kind, core, taps=(0, 1), state=24)
     student = make_student(engine, plan, held, DistilSettings(minutes=0.01, draft_vocab=100), tmp_path)
     assert {m.state_size for m in student.module.modules() if isinstance(m, MambaMixer)} == {24}
+
+
+@pytest.fixture
+def trained_mamba(engine: Engine, tmp_path: Path) -> Path:
+    """With feed-forward parts, and weights that do something."""
+    blocks = new_mamba(engine, [], 100, 5, layers=2, ffn=32, state_size=16)
+    for parameter in blocks.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    save_mamba(blocks, tmp_path / "mamba", {"fingerprint": fingerprint(engine.model)}, "")
+    return tmp_path / "mamba"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"layers": 4}, {"neurons": 64}, {"state": 24}, {"layers": 3, "neurons": 48, "state": 32}]
+)
+def test_a_mamba_grows_without_forgetting(
+    engine: Engine, data: Path, trained_mamba: Path, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    """It drafts the same at first, and every part of what is new learns."""
+    found = head_student(engine, data)[1]
+    known = MambaStudent(engine, load_module(trained_mamba, None).float())
+    plan = Plan("mamba", init=str(trained_mamba), taps=(0, 1), **sizes)
+    grown = make_student(engine, plan, found, DistilSettings(minutes=1), tmp_path / "run")
+    assert isinstance(grown, MambaStudent) and torch.equal(grown.draft_ids, known.draft_ids)
+    batch = make_batch(found[:2])
+    (before,), (after,) = known.outputs(batch, 1), grown.outputs(batch, 1)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    config = grown.blocks.config
+    assert sizes.items() <= {"layers": config.layers, "neurons": config.ffn, "state": config.state_size}.items()
+    trainer = Trainer(grown, DistilSettings(minutes=1), tmp_path / "checkpoint")
+    start = {name: p.clone() for name, p in grown.module.named_parameters()}
+    for _ in range(2):
+        trainer._update(batch, 0.0)
+    assert not [name for name, p in grown.module.named_parameters() if bool((p == start[name]).all())]
+
+
+def test_a_mamba_grows_feed_forward_parts_where_it_had_none(engine: Engine, data: Path, tmp_path: Path) -> None:
+    blocks = new_mamba(engine, [], 100, 5, layers=2)
+    save_mamba(blocks, tmp_path / "mamba", {"fingerprint": fingerprint(engine.model)}, "")
+    known = MambaStudent(engine, load_module(tmp_path / "mamba", None).float())
+    plan, found = Plan("mamba", init=str(tmp_path / "mamba"), taps=(0, 1), neurons=32), head_student(engine, data)[1]
+    grown = make_student(engine, plan, found, DistilSettings(minutes=1), tmp_path / "run")
+    batch = make_batch(found[:1])
+    (before,), (after,) = known.outputs(batch, 1), grown.outputs(batch, 1)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"layers": 1}, {"neurons": 16}, {"state": 8}], ids=str)
+def test_a_mamba_does_not_shrink(engine: Engine, data: Path, trained_mamba: Path, sizes: dict[str, int]) -> None:
+    plan = Plan("mamba", init=str(trained_mamba), taps=(0, 1), **sizes)
+    with pytest.raises(ValueError, match=f"--{next(iter(sizes))} .* can only grow"):
+        make_student(engine, plan, head_student(engine, data)[1], DistilSettings(minutes=1), trained_mamba)
 
 
 def test_a_trained_drafter_keeps_its_draft_vocabulary_unless_told(

@@ -63,7 +63,12 @@ Taps = Annotated[
     str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
 ]
 Layers = Annotated[int | None, typer.Option(help="Blocks of a fresh stand-alone drafter.")]
-Init = Annotated[str | None, typer.Option(help="Folder to start from: a drafter to train on, or a pruned model.")]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder to start from: a drafter to train on, or a pruned model. A Mamba grows to --layers, --neurons and --state."
+    ),
+]
 HeldOut = Annotated[
     str, typer.Option(help="Tasks and FILE.jsonl, on whose held-out prompts acceptance is predicted, joined by commas.")
 ]
@@ -196,12 +201,15 @@ def plan_from(
     for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
-    if layers is not None and (kind == "head" or init or layers < 1):
+    fixed = init is not None and kind != "mamba"  # a Mamba grows
+    if layers is not None and (kind == "head" or fixed or layers < 1):
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
-    if neurons is not None and (init or neurons < 1):
-        raise ValueError("--neurons is for fresh drafters, 1 or more; leave it out")
-    if state is not None and (init or state < 1 or kind == "llama" or (kind, core) == ("head", "attention")):
-        raise ValueError("--state is for fresh drafters with a Mamba mixer, 1 or more; leave it out")
+    if neurons is not None and (fixed or neurons < 1):
+        raise ValueError("--neurons is for fresh drafters, or a Mamba that grows, 1 or more; leave it out")
+    if state is not None and (fixed or state < 1 or kind == "llama" or (kind, core) == ("head", "attention")):
+        raise ValueError(
+            "--state is for fresh drafters with a Mamba mixer, or a Mamba that grows, 1 or more; leave it out"
+        )
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):
         raise ValueError(f"--taps {taps!r} is not a list of layers; write for example 7,17,29")
     chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()

@@ -14,6 +14,7 @@ from outrider.models.files import save_atomically
 from outrider.models.mamba_drafter import MambaBlocks
 from outrider.train.distil import DRAFT_VOCAB, DistilSettings
 from outrider.train.features import Example
+from outrider.train.larger import larger_mamba
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
 from outrider.train.students import HeadStudent, MambaStudent, Student, frequent_tokens, new_head, new_mamba
 
@@ -32,7 +33,8 @@ class Plan:
         kind: "head" (reads the target's hidden states), "mamba" or "llama" (stand-alone models).
         core: of a head: "attention", "ssm" or "hybrid".
         taps: layers of the target that a head reads, the last layer last; by default about 1/4, 3/5 and the last.
-        layers: blocks of a fresh stand-alone model; by default 3 of Mamba, 2 of a transformer.
+        layers: blocks of a fresh stand-alone model; by default 3 of Mamba, 2 of a transformer. These and the sizes below are also
+            what a Mamba to start from grows to.
         neurons: feed-forward neurons of every block of a fresh drafter; by default none of Mamba, 8/3 of its width of a head, and
             the target's of a transformer.
         init: a folder to start from: a drafter of the same kind to train on, or, for a llama, what `prune` writes.
@@ -120,7 +122,7 @@ def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSet
         module.draft_ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
         module.config = replace(module.config, draft_vocab=len(module.draft_ids))
     if isinstance(module, MambaBlocks) and plan.kind == "mamba":
-        return MambaStudent(engine, module)
+        return MambaStudent(engine, larger_mamba(engine, module, settings.seed, plan.layers, plan.neurons, plan.state))
     taps = plan.taps or default_taps(engine)
     if isinstance(module, FeatureHead) and plan.kind == "head" and module.config.taps == taps:
         if module.config.core == plan.core:

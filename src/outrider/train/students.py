@@ -191,19 +191,24 @@ def new_mamba(
 ) -> MambaBlocks:
     """An untrained stand-alone Mamba drafter for a target."""
     config = engine.model.config.get_text_config()
-    torch.manual_seed(seed)
-    blocks = MambaBlocks(
-        MambaDrafterConfig(
-            width=config.hidden_size,
-            layers=layers,
-            num_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
-            head_size=SSM_HEAD_SIZE,
-            state_size=state_size,
-            draft_vocab=min(draft_vocab, config.vocab_size),
-            ffn=ffn,
-        )
+    sizes = MambaDrafterConfig(
+        width=config.hidden_size,
+        layers=layers,
+        num_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
+        head_size=SSM_HEAD_SIZE,
+        state_size=state_size,
+        draft_vocab=min(draft_vocab, config.vocab_size),
+        ffn=ffn,
     )
-    blocks.draft_ids = frequent_tokens(examples, blocks.config.draft_vocab, config.vocab_size)
+    blocks = untrained_mamba(engine, sizes, seed)
+    blocks.draft_ids = frequent_tokens(examples, sizes.draft_vocab, config.vocab_size)
+    return blocks
+
+
+def untrained_mamba(engine: Engine, config: MambaDrafterConfig, seed: int) -> MambaBlocks:
+    """The same for given sizes, without a draft vocabulary of its own."""
+    torch.manual_seed(seed)
+    blocks = MambaBlocks(config)
     _initialize(blocks, engine)
     # embedding and vocabulary head are tied: what goes straight through would foretell every token as its own successor
     nn.init.constant_(blocks.in_norm.weight, STRAIGHT)

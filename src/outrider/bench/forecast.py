@@ -1,13 +1,15 @@
 """How good a plan is: tokens per second that `plan` predicts for a pair, against those of a run, on other prompts.
 
-A pair is measured for half of its time, run, and measured for the other half: a machine that drifts does so for both sides, and
-the second prediction is not of a shape that was chosen for its luck in it. What is compared is the mean of both.
+A pair is measured, and the shape that promises most is chosen. Then it is measured for as long again in slices, and between them
+the other prompts are written: a machine that drifts does so for both sides, and the prediction that is compared, out of these
+slices, is not of a shape that was chosen for its luck in them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.plan import Model, plan
-from outrider.bench.probe import Measured, measure
+from outrider.bench.probe import Measured, in_turns, measure
 from outrider.bench.turns import Heard, Text, Turns, Written, take_turns
 from outrider.controller import Fixed
 from outrider.drafters.base import Drafter
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from outrider.bench.tasks import Prompt
 
 PROMISE = 0.10  # most that a prediction may be off
+SLICES = 6  # that a pair is measured in, while it is run
 Tell = Callable[[int, int, str], None]
 
 
@@ -87,10 +90,11 @@ def forecast(
     seed: int = 0,
     tell: Tell = lambda done, total, what: None,
 ) -> list[Forecast]:
-    """Plan every pair, write with its fastest shape and plainly, in turns of a few tokens, and measure once more.
+    """Plan every pair; then, slice by slice, measure once more, and write with the fastest shape and plainly, in turns of a few
+    tokens.
 
     Args:
-        seconds: of measuring a pair, both times together.
+        seconds: of measuring a pair, each of both times.
 
     Raises:
         ValueError: without drafters, or when a plan cannot be made.
@@ -103,20 +107,35 @@ def forecast(
     for number, (name, drafter) in enumerate(drafters.items()):
         tell(number, len(drafters), name)
         with engine.drafting(drafter):
-            before = measure(engine, measuring, seconds=seconds / 2, **options)
-            best = next(one.shape for one in plan(engine, before).ranking if one.shape.depth)
-            turns = Turns([_write(engine, prompt, (OFF, best), options, chance) for prompt in running])
-            after = measure(engine, measuring[::-1], seconds=seconds / 2, **options)
-        predicted = [_speed((before, after), shape) for shape in (OFF, best)]
+            first = measure(engine, measuring, seconds=seconds, **options)
+            best = next(one.shape for one in plan(engine, first).ranking if one.shape.depth)
+            slices, written = list[Measured](), list[Written]()
+            for block, others in _blocks(running, measuring):
+                slices.append(measure(engine, others, seconds=seconds / SLICES, **options))
+                written += [_write(engine, prompt, (OFF, best), options, chance) for prompt in block]
+        turns, model = Turns(written), Model(_together(slices))
+        predicted = [model.predict(shape).tokens_per_second for shape in (OFF, best)]
         plain, fast = (turns.speed(shape.name) for shape in (OFF, best))
         found.append(Forecast(name, OFF.name, predicted[0], plain, (1.0, 1.0)))
         found.append(Forecast(name, best.name, predicted[1], fast, (predicted[1] / predicted[0], fast / plain)))
     return found
 
 
-def _speed(measured: Sequence[Measured], shape: Shape) -> float:
-    """Predicted tokens per second: the mean of the times that a token is predicted to take."""
-    return len(measured) / sum(1.0 / Model(one).predict(shape).tokens_per_second for one in measured)
+def _blocks(running: Sequence[Prompt], measuring: Sequence[Prompt]) -> Iterator[tuple[list[Prompt], list[Prompt]]]:
+    """The prompts to run, of all tasks in turn, in as many blocks as there are slices, each with the prompts to measure, which
+    begin elsewhere for every slice. The last slice has none to run: a drift is between the first slice and the last."""
+    ordered, others = in_turns(running), in_turns(measuring)
+    blocks = SLICES - 1
+    for number in range(blocks):
+        start = number * len(others) // SLICES
+        yield ordered[number::blocks], others[start:] + others[:start]
+    yield [], others[-1:] + others[:-1]
+
+
+def _together(slices: Sequence[Measured]) -> Measured:
+    """All slices as one."""
+    rounds = [done for one in slices for done in one.rounds]
+    return Measured(rounds, statistics.fmean(one.overhead for one in slices))
 
 
 def _write(

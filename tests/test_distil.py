@@ -82,6 +82,26 @@ def test_a_mixer_has_the_state_size_that_was_asked_for(
     assert {m.state_size for m in student.module.modules() if isinstance(m, MambaMixer)} == {24}
 
 
+def test_prompts_are_learnt_when_asked(engine: Engine, data: Path, tmp_path: Path) -> None:
+    """With them every token but the first counts, and each has the target's law."""
+    found, _, student = head_student(engine, data)
+    answers, both = make_batch(found[:3]), make_batch(found[:3], prompts=True)
+    lengths = [len(one.ids) for one in found[:3]]
+    assert both.learnt_BT.sum(1).tolist() == [length - 1 for length in lengths]
+    wrote = [length - one.prompt_length for length, one in zip(lengths, found)]
+    assert answers.learnt_BT.sum(1).tolist() == wrote and not (answers.learnt_BT & ~both.learnt_BT).any()
+    logits = engine.model(input_ids=found[0].ids[None], use_cache=False).logits[0, :-1][:, student.draft_ids]
+    laws = student.laws(make_batch(found[:1], prompts=True))(slice(None))
+    torch.testing.assert_close(laws, logits.float().log_softmax(-1), rtol=2e-2, atol=2e-2)
+    counted = []
+    for prompts in (False, True):
+        (tmp_path / str(prompts)).mkdir()
+        trainer = Trainer(student, DistilSettings(minutes=0.001, prompts=prompts), tmp_path / str(prompts))
+        trainer.train(lambda: found, lambda: {"acceptance_length": 1.0})
+        counted.append(trainer.tokens / trainer.updates)
+    assert counted[1] > counted[0]
+
+
 @pytest.fixture
 def trained_mamba(engine: Engine, tmp_path: Path) -> Path:
     """With feed-forward parts, and weights that do something."""

@@ -36,7 +36,7 @@ class Flat:
         yield self.logits_RC[None]
 
     def laws(self, batch: Batch) -> Laws:
-        return lambda rows: self.logits_RC[batch.written_BT[0]][rows].log_softmax(-1)
+        return lambda rows: self.logits_RC[batch.learnt_BT[0]][rows].log_softmax(-1)
 
     def logq(self, out_RD: Tensor) -> Tensor:
         return (out_RD / self.flatter).float().log_softmax(-1)

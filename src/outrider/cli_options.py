@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json as jsonlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +60,7 @@ Neurons = Annotated[int | None, typer.Option(help="Feed-forward neurons of every
 StateSize = Annotated[
     int | None, typer.Option(help="State size of a fresh Mamba mixer: what it can remember. Default: 32, in a head 64.")
 ]
+LearnPrompts = Annotated[bool, typer.Option("--prompts", help="Learn the tokens of prompts too, not only answers.")]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a training batch.")]
 Taps = Annotated[
     str, typer.Option(help="Target layers that a head reads, such as 7,17,29; the last must be the last layer.")
@@ -176,6 +179,7 @@ def settings_from(
     batch_tokens: int,
     seed: int,
     optimizer: str = "muon",
+    prompts: bool = False,
 ) -> DistilSettings:
     from outrider.train.distil import DistilSettings
 
@@ -183,7 +187,7 @@ def settings_from(
     if count == 0:
         raise ValueError("--draft-vocab 0 leaves nothing to draft; give 1 or more")
     steps = steps if kind == "head" else 1  # others read nothing of the target that could be unrolled
-    return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed, optimizer)
+    return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed, optimizer, prompts)
 
 
 def plan_from(
@@ -215,3 +219,19 @@ def plan_from(
     chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()
     tasks = tuple(name.strip() for name in held_out.split(",") if name.strip())
     return Plan(kind, core, chosen, layers, neurons, init, tasks, state)
+
+
+def writing(command: Callable[..., None]) -> Callable[..., None]:
+    """A disk that is full or not ours is the user's to mend, and told in one sentence."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except OSError as error:
+            where = error.filename or kwargs.get("out") or "the output folder"
+            raise ValueError(
+                f"{where} cannot be read or written ({error.strerror or error}); free some space or give another folder"
+            ) from error
+
+    return run

@@ -1,4 +1,4 @@
-"""Commands about choosing shapes: `plan`, and `bench regret`."""
+"""Commands about choosing shapes: `plan`, `prior`, and `bench regret`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from outrider.cli_options import (
     load_pair,
     made_folder,
     print_json,
+    report,
     write_json,
+    writing,
 )
 
 Prompts = Annotated[
@@ -33,6 +35,7 @@ MOST_PROMPTS = 48
 def register(app: typer.Typer, bench: typer.Typer) -> None:
     """Add the commands."""
     app.command()(plan)
+    app.command()(writing(prior))
     bench.command()(regret)
 
 
@@ -143,3 +146,30 @@ def regret(
             f"{name}: {found.speed(name):.3f} of the speed of {found.best_fixed}, the best fixed shape in hindsight"
         )
     typer.echo(f"written: {out / 'regret.png'}, {out / 'regret.json'}")
+
+
+def prior(
+    target: Target,
+    drafter: Annotated[str, typer.Option(help="A drafter with a folder, or a cascade that ends in one.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
+    ] = "humaneval,gsm8k,mtbench",
+    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Measure what a drafter's rounds bring and keep it in its folder: with it, tuning begins at the right shape."""
+    from outrider.progress import progress
+    from outrider.train.evaluate import held_out_prompts
+    from outrider.train.prior import keep_prior, measure_prior
+
+    prompts = held_out_prompts(tasks, limit)
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    with progress("prior", quiet=json) as tell:
+        found = measure_prior(engine, prompts, max_new_tokens, tell)
+    path = keep_prior(engine, found)
+    report({"path": str(path), **found}, f"written: {path}", json)

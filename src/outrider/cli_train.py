@@ -1,9 +1,7 @@
-"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate, prior. They read options and call `train`."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate. They read options and call `train`."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +21,7 @@ from outrider.cli_options import (
     Json,
     Kind,
     Layers,
+    LearnPrompts,
     Loss,
     Minutes,
     Neurons,
@@ -40,7 +39,6 @@ from outrider.cli_options import (
     Threads,
     Trust,
     load_drafters,
-    load_pair,
     load_target,
     parse_count,
     plan_from,
@@ -48,6 +46,7 @@ from outrider.cli_options import (
     report,
     settings_from,
     write_json,
+    writing,
 )
 from outrider.progress import progress
 
@@ -57,24 +56,8 @@ SOURCES = "tasks,templates,self"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (data, table, distil, prune, linearize, boost, evaluate, prior):
-        app.command()(_writing(command))
-
-
-def _writing(command: Callable[..., None]) -> Callable[..., None]:
-    """A disk that is full or not ours is the user's to mend, and told in one sentence."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except OSError as error:
-            where = error.filename or kwargs.get("out") or "the output folder"
-            raise ValueError(
-                f"{where} cannot be read or written ({error.strerror or error}); free some space or give another folder"
-            ) from error
-
-    return run
+    for command in (data, table, distil, prune, linearize, boost, evaluate):
+        app.command()(writing(command))
 
 
 def data(
@@ -165,6 +148,7 @@ def distil(
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",
+    prompts: LearnPrompts = False,
     draft_vocab: DraftVocab = None,
     taps: Taps = "",
     layers: Layers = None,
@@ -184,7 +168,9 @@ def distil(
 ) -> None:
     """Train a drafter on the target's answers and laws; tells the acceptance length that it predicts as it goes."""
     plan = plan_from(kind, core, taps, layers, init, held_out, neurons, state)
-    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
+    settings = settings_from(
+        kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer, prompts
+    )
     from outrider.train.workshop import distil as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)
@@ -301,6 +287,7 @@ def boost(
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",
+    prompts: LearnPrompts = False,
     draft_vocab: DraftVocab = None,
     taps: Taps = "",
     layers: Layers = None,
@@ -320,7 +307,9 @@ def boost(
 ) -> None:
     """Boost-tune several drafters; use them together as --drafter OUT/1+OUT/2. --minutes are for each."""
     plan = plan_from(kind, core, taps, layers, init, held_out, neurons, state)
-    settings = settings_from(kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer)
+    settings = settings_from(
+        kind, minutes, steps, ramp, loss, rate, draft_vocab, batch_tokens, seed, optimizer, prompts
+    )
     from outrider.train.boost import boost as run
 
     engine = load_target(target, dtype, device, threads, trust_remote_code)
@@ -368,29 +357,3 @@ def evaluate(
         print_json(to_json(found))
     else:
         render(found, Console())
-
-
-def prior(
-    target: Target,
-    drafter: Annotated[str, typer.Option(help="A drafter with a folder, or a cascade that ends in one.")],
-    tasks: Annotated[
-        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
-    ] = EVALUATION_TASKS,
-    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
-    dtype: DType = None,
-    device: Device = None,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    json: Json = False,
-) -> None:
-    """Measure what a drafter's rounds bring and keep it in its folder: with it, tuning begins at the right shape."""
-    from outrider.train.evaluate import held_out_prompts
-    from outrider.train.prior import keep_prior, measure_prior
-
-    prompts = held_out_prompts(tasks, limit)
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
-    with progress("prior", quiet=json) as tell:
-        found = measure_prior(engine, prompts, max_new_tokens, tell)
-    path = keep_prior(engine, found)
-    report({"path": str(path), **found}, f"written: {path}", json)

@@ -17,32 +17,36 @@ from outrider.train.features import Example
 
 @dataclass
 class Batch:
-    """Padded sequences. `written` marks positions whose next token the target wrote."""
+    """Padded sequences. `learnt` marks positions whose next token counts: those that the target wrote, or the prompt's too."""
 
     ids_BT: Tensor
     hidden_BTF: Tensor
-    written_BT: Tensor
+    learnt_BT: Tensor
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
-        return Batch(*(t.to(device) for t in (self.ids_BT, self.hidden_BTF, self.written_BT)))
+        return Batch(*(t.to(device) for t in (self.ids_BT, self.hidden_BTF, self.learnt_BT)))
 
 
-def make_batch(chosen: list[Example]) -> Batch:
-    """Pad examples on the right, on the host."""
+def make_batch(chosen: list[Example], prompts: bool = False) -> Batch:
+    """Pad examples on the right, on the host.
+
+    Args:
+        prompts: whether their tokens count.
+    """
     longest = max(len(e.ids) for e in chosen)
     hidden = [e.hidden() for e in chosen]
     ids = torch.zeros(len(chosen), longest, dtype=torch.long)
     features = torch.zeros(len(chosen), longest, hidden[0].shape[-1], dtype=hidden[0].dtype)
-    written = torch.zeros(len(chosen), longest, dtype=torch.bool)
+    learnt = torch.zeros(len(chosen), longest, dtype=torch.bool)
     for row, (example, rows) in enumerate(zip(chosen, hidden)):
         length = len(example.ids)
         ids[row, :length], features[row, :length] = example.ids, rows
-        written[row, example.prompt_length - 1 : length - 1] = True
-    return Batch(ids, features, written)
+        learnt[row, 0 if prompts else example.prompt_length - 1 : length - 1] = True
+    return Batch(ids, features, learnt)
 
 
-def batches(examples: list[Example], tokens: int, rng: random.Random) -> Iterator[Batch]:
+def batches(examples: list[Example], tokens: int, rng: random.Random, prompts: bool = False) -> Iterator[Batch]:
     """One pass over the examples, rows of like length together."""
     order = rng.sample(range(len(examples)), len(examples))
     for at in range(0, len(order), 512):
@@ -54,4 +58,4 @@ def batches(examples: list[Example], tokens: int, rng: random.Random) -> Iterato
             groups[-1].append(index)
         rng.shuffle(groups)
         for group in groups:
-            yield make_batch([examples[i] for i in group])
+            yield make_batch([examples[i] for i in group], prompts)

@@ -45,6 +45,7 @@ class DistilSettings:
         batch_tokens: tokens of a batch, padding included.
         draft_vocab: tokens that are drafted; None: as many as the drafter to start from has, or `DRAFT_VOCAB`.
         optimizer: of matrices, a name of `OPTIMIZERS`; all other parameters have AdamW.
+        prompts: whether tokens of the prompts are learnt too, besides those that the target wrote.
     """
 
     minutes: float = 60.0
@@ -56,6 +57,7 @@ class DistilSettings:
     draft_vocab: int | None = None
     seed: int = 0
     optimizer: str = "muon"
+    prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -107,7 +109,7 @@ class Trainer:
         if not path.exists():
             return
         state = json.loads((self.out / "checkpoint.json").read_text())
-        if state["settings"] != asdict(self.settings):
+        if asdict(DistilSettings()) | state["settings"] != asdict(self.settings):
             raise ValueError(f"{self.out} holds a run with other settings; give another folder, or the same settings")
         tensors = load_file(path)
         self.module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
@@ -158,7 +160,7 @@ class Trainer:
         budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
         while self.seconds < budget and not self.stalled(patience):
             order = random.Random(self.settings.seed + self.passes)
-            for batch in batches(examples(), self.settings.batch_tokens, order):
+            for batch in batches(examples(), self.settings.batch_tokens, order, self.settings.prompts):
                 start = time.perf_counter()
                 loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1
                 self.seconds += time.perf_counter() - start
@@ -198,14 +200,14 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         self.updates += 1
-        self.tokens += int(batch.written_BT.sum())
+        self.tokens += int(batch.learnt_BT.sum())
         return float(loss.detach())
 
     def loss(self, batch: Batch, steps: int) -> Tensor:
         """Mean over unrolled steps, later ones counting a little less."""
         student, batch = self.student, batch.to(self.student.device)
         with torch.autocast(student.device.type, dtype=torch.bfloat16):
-            outs_KRD = torch.stack([out[batch.written_BT] for out in student.outputs(batch, steps)])
+            outs_KRD = torch.stack([out[batch.learnt_BT] for out in student.outputs(batch, steps)])
         losses_K = head_loss(outs_KRD, student.cut_CD, student.laws(batch), LOSSES[self.settings.loss])
         weights_K = 0.9 ** torch.arange(len(losses_K), device=losses_K.device)
         return (losses_K * weights_K).sum() / weights_K.sum()

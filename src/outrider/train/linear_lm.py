@@ -175,9 +175,9 @@ def closeness(student: Student, held: Sequence[Example]) -> dict[str, float]:
     for example in held:
         batch = make_batch([example]).to(student.device)
         with torch.autocast(student.device.type, dtype=torch.bfloat16):
-            out_RD = next(iter(student.outputs(batch, 1)))[batch.written_BT]
+            out_RD = next(iter(student.outputs(batch, 1)))[batch.learnt_BT]
         logp_RV, logq_RV = student.laws(batch)(slice(None)), student.logq(out_RD)
-        written_R = batch.ids_BT.roll(-1, 1)[batch.written_BT]
+        written_R = batch.ids_BT.roll(-1, 1)[batch.learnt_BT]
         divergence += float((logp_RV.exp() * (logp_RV - logq_RV)).sum())
         nll -= float(logq_RV.gather(-1, written_R[:, None]).sum())
         same += float((logp_RV.argmax(-1) == logq_RV.argmax(-1)).sum())

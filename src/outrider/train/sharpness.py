@@ -34,7 +34,7 @@ def best_sharpness(student: Student, held_out: Sequence[Example], seed: int = 0)
     for example in held_out:
         batch = make_batch([example]).to(student.device)
         with torch.autocast(student.device.type, dtype=torch.bfloat16):
-            outs = [out[batch.written_BT] for out in student.outputs(batch, DEPTH)]
+            outs = [out[batch.learnt_BT] for out in student.outputs(batch, DEPTH)]
         logp_RC = student.laws(batch)(slice(None)) / TEMPERATURE
         noise_RC = _gumbel(logp_RC, rng)
         drawn_R = (logp_RC + noise_RC).argmax(-1)

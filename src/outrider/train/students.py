@@ -121,7 +121,7 @@ class MambaStudent(Borrower):
 def target_laws(batch: Batch, final_norm: nn.Module, head_CD: Tensor) -> Laws:
     """Laws behind the last of the stored hidden states."""
     with torch.no_grad():
-        last_RD: Tensor = final_norm(batch.hidden_BTF[batch.written_BT][:, -head_CD.shape[1] :].to(head_CD.dtype))
+        last_RD: Tensor = final_norm(batch.hidden_BTF[batch.learnt_BT][:, -head_CD.shape[1] :].to(head_CD.dtype))
 
     def laws(rows: slice) -> Tensor:
         return F.linear(last_RD[rows], head_CD).float().log_softmax(-1)

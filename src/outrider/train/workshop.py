@@ -177,7 +177,7 @@ def check_laws(engine: Engine, student: Student, example: Example) -> None:
     batch = make_batch([example]).to(student.device)
     got_RC = student.laws(batch)(slice(None)).exp()
     logits_TV = engine.model(input_ids=batch.ids_BT, use_cache=False).logits[0]
-    true_RC = logits_TV[batch.written_BT[0]][:, student.draft_ids].float().log_softmax(-1).exp()
+    true_RC = logits_TV[batch.learnt_BT[0]][:, student.draft_ids].float().log_softmax(-1).exp()
     apart = float((got_RC - true_RC).abs().sum(-1).mean()) / 2
     if not apart < 0.05:
         raise ValueError(

@@ -194,26 +194,28 @@ def test_a_tree_is_as_large_as_the_step_of_a_pass_that_pays(seed: int) -> None:
 
 
 def test_lookups_go_as_deep_as_the_step_of_a_pass_that_pays() -> None:
-    """Lookups fill in between drafts, always 15 deep if they may: what of them is kept says how deep it pays to go."""
+    """Lookups come in between drafts, as deep as they may, and go on while all is kept: how long says how deep it pays to go."""
 
-    def reach(lasting: float) -> int:
+    def reach(lasting: float, node: float = 0.01) -> int:
         controller, chance = Counterfactual([shape.adapting(0.05, 15) for shape in BUDGETS]), random.Random(0)
-        for number in range(200):
+        copying = False
+        for _ in range(400):
             shape = controller.choose()
-            if number % 2 and shape.depth:
+            if (copying or chance.random() < 0.3) and shape.depth:
                 kept = 0
                 while kept < shape.reach and chance.random() < lasting:
                     kept += 1
                 row = Walked((0,) * kept, kept < shape.reach, False, shape.reach, True, beyond=True)
+                copying = kept == shape.reach
             else:
                 row = Walked((0,), 1, False, shape.nodes, True, 2, True, 4, [(0.5, True)] * min(shape.nodes, 1))
-            time = 1.0 + 0.01 * row.drafted + 0.5 * (row.drafted // 8)
+            time = 1.0 + node * row.drafted + 0.5 * (row.drafted // 8)
             controller.reward(Round(shape, [row], 0.0 if row.beyond else 0.2, time))
         return controller.choose().reach
 
     assert reach(0.99) == 15
     assert reach(0.85) == 7
-    assert reach(0.1) == 3
+    assert reach(0.1, node=0.03) == 3
 
 
 def test_the_purse_bounds_what_drafting_loses_whatever_is_believed() -> None:

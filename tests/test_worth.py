@@ -6,6 +6,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from families import tiny
 from helpers import NEW, PROMPT, expected, lm
@@ -20,7 +22,7 @@ from outrider.options import Options
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, parse_shape
 from outrider.verify import Draft
-from outrider.worth import Worth, passes, totals
+from outrider.worth import REACHES, Stretches, Worth, totals
 
 
 def watched(drafter: Any, drafts: list[Draft]) -> Any:
@@ -75,11 +77,55 @@ def test_nodes_that_are_not_there_cost_nothing_and_bring_nothing() -> None:
     assert seconds[6] == pytest.approx(seconds[2], abs=0.05) == pytest.approx(3.0, abs=0.05)
 
 
-@pytest.mark.parametrize(("lasting", "wanted"), [(0.0, [1.0, 1.0]), (0.9, [1.756, 1.227]), (1.0, [16.0, 8.0])])
-def test_what_is_copied_takes_a_pass_for_every_lookup_that_was_kept_whole(lasting: float, wanted: list[float]) -> None:
-    """Tokens go on to be right with a chance: so many passes does a copied stretch of up to 128 take, 7 or 15 deep."""
-    chances = [(1.0, lasting ** (place + 1)) for place in range(16)]
-    assert [passes(chances, reach) for reach in (7, 15)] == pytest.approx(wanted, abs=0.01)
+# ---- stretches -------------------------------------------------------------------------------------------------------
+
+
+def copied(length: int, reach: int, first: int = 15) -> list[Walked]:
+    """Rounds of lookups that copy so many tokens, `reach` deep, the first as deep as its match is trusted; then another round."""
+    found, left, depth = list[Walked](), length, min(first, reach)
+    while left > 0:
+        kept = min(left - 1, depth)
+        found.append(Walked((0,) * kept, kept < depth, False, depth, True, beyond=True))
+        left, depth = left - kept - 1, reach
+    if found and len(found[-1].ranks) == found[-1].drafted:
+        found.append(Walked((), 1, False, 7, True))
+    return found
+
+
+@given(
+    lengths=st.lists(st.integers(2, 90), min_size=1, max_size=6),
+    reach=st.sampled_from(REACHES),
+    first=st.sampled_from((7, 11, 15)),
+)
+def test_a_stretch_tells_how_many_passes_every_reach_would_have_taken(
+    lengths: list[int], reach: int, first: int
+) -> None:
+    """Whatever the reach was, as long as the first lookup says how far its match was trusted."""
+    heard = Stretches()
+    for length in lengths:
+        for row in copied(length, reach, first):
+            heard.hear([row], reach)
+    assert heard.count == [len(lengths)]
+    trusted = first if first < reach else 15  # a lookup that went as deep as it might could have gone deeper
+    played = {other: [copied(length, other, trusted) for length in lengths] for other in REACHES}
+    wanted = [sum(sum(row.beyond for row in rows) - 1 for rows in played[other]) for other in REACHES]
+    assert heard.further == wanted
+
+
+def test_rows_have_stretches_of_their_own_and_a_new_batch_begins_new_ones() -> None:
+    heard, whole = Stretches(), Walked((0,) * 7, 0, False, 7, True, beyond=True)
+    drafted, wrong = Walked((), 1, False, 7, True), Walked((), 1, False, 7, True, beyond=True)
+    for rows in ([whole, drafted], [whole, wrong], [drafted, drafted]):
+        heard.hear(rows, 7)
+    assert heard.count == [2] and heard.further == [3, 1, 1, 0]
+    heard.hear([whole, whole], 7)
+    heard.hear([drafted], 7)
+    assert heard.count == [2], "who knows which row went on?"
+
+
+def test_before_anything_was_copied_deeper_lookups_need_fewer_passes() -> None:
+    found = [*Stretches().passes().values()]
+    assert found == sorted(found, reverse=True) and 0.5 < found[0] < 1.0 and found[-1] < 0.05
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

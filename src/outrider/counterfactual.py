@@ -23,11 +23,10 @@ from outrider.knowledge import Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
 from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
-from outrider.worth import passes, totals
+from outrider.worth import totals
 
 SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
-REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
 OTHER = 0.03  # share of the time that another reach must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 TRUST = 16.0  # rounds that a prior is worth
@@ -201,11 +200,10 @@ class Counterfactual:
 
     def _reach(self) -> int:
         """How deep lookups go: what they copy is the same, so the depth that takes the least time to copy it."""
-        chances = self.knowledge.lookups.chances(self.unit)
-        sums = totals(chances, self.verify)
-        reaches = [reach for reach in REACHES if reach <= self.reach] or [self.reach]
-        took = {reach: passes(chances, reach) * sums[reach][1] for reach in reaches}
-        best, before = min(reaches, key=took.__getitem__), self.chosen.reach
+        sums = totals(self.knowledge.lookups.chances(self.unit), self.verify)
+        further = self.knowledge.stretches.passes(self.unit)
+        took = {r: sums[r][1] + more * self.verify(r) for r, more in further.items() if r <= self.reach}
+        best, before = min(took, key=took.__getitem__, default=self.reach), self.chosen.reach
         return before if before in took and took[best] > (1.0 - OTHER) * took[before] else best
 
     # -- learning --------------------------------------------------------------------------------------------------
@@ -225,9 +223,8 @@ class Counterfactual:
             self.pace.since = 0
             return
         self._age()
+        self.knowledge.hear(done, self.unit / self.rows)
         if done.beyond:
-            for row in done.rows:
-                self.knowledge.see(row, done.shape, self.unit / self.rows)
             self.found[0] += self.unit * done.emitted / self.rows
             self.found[1] += self.unit * done.seconds
             return
@@ -262,7 +259,6 @@ class Counterfactual:
 
     def _hear(self, done: Round) -> None:
         for row in done.rows:
-            self.knowledge.see(row, done.shape, self.unit / self.rows)
             if not row.beyond:
                 self._notice(row)
         self.drafted += 1

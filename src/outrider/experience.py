@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from outrider.paths import statistics_dir
 
-FORMAT, VERSION = "outrider statistics", 3
+FORMAT, VERSION = "outrider statistics", 4
 LARGEST_FILE = 1_000_000  # bytes; a file of ours has a few thousand
 WORTH_WRITING = 32  # rounds
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from outrider.clocks import Clocks
 from outrider.cost import Acceptance
-from outrider.rounds import Walked
+from outrider.rounds import Round, Walked
 from outrider.stopping import Calibration, Going, Table
 from outrider.tree import Shape
-from outrider.worth import Worth
+from outrider.worth import Stretches, Worth
 
 MOST_NODES, MOST_LOOKED_UP = 32, 16  # places of nodes that are told apart
 
@@ -25,7 +25,17 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.acceptance, self.calibration, self.going = Acceptance(), Calibration(), Going()
-        self.nodes, self.lookups = Worth(MOST_NODES), Worth(MOST_LOOKED_UP)
+        self.nodes, self.lookups, self.stretches = Worth(MOST_NODES), Worth(MOST_LOOKED_UP), Stretches()
+
+    def hear(self, done: Round, weight: float = 1.0) -> None:
+        """Count a round that asked for drafts.
+
+        Args:
+            weight: of each row.
+        """
+        self.stretches.hear(done.rows, done.shape.reach, weight)
+        for row in done.rows:
+            self.see(row, done.shape, weight)
 
     def see(self, row: Walked, shape: Shape, weight: float = 1.0) -> None:
         """Count a walk down a tree that was grown by a shape."""
@@ -42,7 +52,7 @@ class Knowledge:
 
     def scale(self, factor: float) -> None:
         """Let all that was seen weigh `factor` times as much."""
-        for part in (self.acceptance, self.calibration, self.going, self.nodes, self.lookups):
+        for part in (self.acceptance, self.calibration, self.going, self.nodes, self.lookups, self.stretches):
             part.scale(factor)
 
     def _tables(self) -> dict[str, Table]:
@@ -55,7 +65,7 @@ class Knowledge:
             rows |= {f"tries.{depth}": acceptance.tries[depth], f"hits.{depth}": acceptance.hits[depth]}
         for name, table in self._tables().items():
             rows |= {f"{name}.tries": table.tries, f"{name}.hits": table.hits}
-        for name, worth in (("nodes", self.nodes), ("lookups", self.lookups)):
+        for name, worth in (("nodes", self.nodes), ("lookups", self.lookups), ("stretches", self.stretches)):
             rows |= {f"{name}.{key}": row for key, row in worth.rows().items()}
         return rows
 

@@ -17,8 +17,7 @@ BINS = 33  # quarter octaves of a path's probability: from 1 to 0.84, from there
 LEAN = 6.0  # paths of a bin that the drafter's own belief is worth
 ON, ON_WEIGHT = 0.6, 2.0  # chance of a token behind a kept path before any was seen, and its weight
 LOWEST, LEAST, ENOUGH = 0.001, 0.3, 0.9  # thresholds are never lower, and never higher for branches and for levels
-# thresholds for branches and levels, as a share of where the next token alone would pay: what is drafted may be followed by more
-BRANCH, LEVEL = 0.6, 0.75
+BRANCH = 0.6  # threshold for branches, as a share of where the next token alone would pay: it may be followed by more
 DEPTHS = 16
 
 
@@ -149,7 +148,7 @@ def stops(
     """
     branch = rows * speed * (node + further)  # the tokens that all rows could have written in that time
     least, enough = _threshold(worth, branch, LEAST), _threshold(worth, branch + speed * level, ENOUGH)
-    return Stops(max(BRANCH * least, LOWEST), LEVEL * enough)
+    return Stops(max(BRANCH * least, LOWEST), enough)
 
 
 def _threshold(worth: Sequence[tuple[float, float]], needed: float, highest: float) -> float:

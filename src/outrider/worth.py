@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from outrider.rounds import Walked
+
 # before anything was seen: how often the first node is kept, and each next one by that of the one before
 FIRST, NEXT = 0.6, 0.8
 BELIEF = 2.0  # rounds that this is worth
-FARTHEST = 128  # copied tokens behind which nobody looks
+REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
 
 
 class Worth:
@@ -74,17 +76,57 @@ def totals(chances: Sequence[tuple[float, float]], seconds: Callable[[int], floa
     return list(zip(tokens, accumulate(steps, initial=times[0])))
 
 
-def passes(chances: Sequence[tuple[float, float]], reach: int) -> float:
-    """Passes that one stretch of copied text takes where lookups go `reach` deep: one that is kept whole, and the target's own
-    token behind it, are followed by another lookup of the same."""
-    going, lasting = 1.0, [1.0]  # how often so many tokens are copied
-    for there, kept in chances:
-        going = min(going, kept / there if there > 0 else 0.0)
-        lasting.append(going)
-    last, half = len(lasting) - 1, len(lasting) // 2
-    ratio = (lasting[last] / lasting[half]) ** (1.0 / (last - half)) if lasting[half] else 0.0
-    total, tokens = 1.0, reach + 1
-    while tokens < FARTHEST:
-        total += lasting[tokens] if tokens <= last else lasting[last] * ratio ** (tokens - last)
-        tokens += reach + 1
-    return total
+class Stretches:
+    """How long texts go on to be copied: lookups one after the other, each kept whole but for the last, are one stretch. From its
+    tokens follows how many passes it takes where lookups go deeper, or less deep, than they went.
+
+    A lookup that begins a stretch goes as deep as its match is trusted; those behind it have a long match, and go as deep as
+    they may.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.further = [0.0], [0.0] * len(REACHES)
+        self.open: list[
+            tuple[int, int]
+        ] = []  # of every row, in a stretch: its tokens, and how deep its first lookup may go
+
+    def hear(self, rows: Sequence[Walked], reach: int, weight: float = 1.0) -> None:
+        """Follow a round that asked for drafts, whether they were looked up or not.
+
+        Args:
+            reach: how deep lookups might have gone.
+        """
+        if len(rows) != len(self.open):
+            self.open = [(0, 0)] * len(rows)
+        for place, row in enumerate(rows):
+            tokens, first = self.open[place]
+            if row.beyond:
+                first = first or (row.drafted if row.drafted < reach else REACHES[-1])
+                tokens += row.emitted
+            if tokens and not (row.beyond and len(row.ranks) == row.drafted):
+                self._end(tokens, first, weight)
+                tokens = first = 0
+            self.open[place] = tokens, first
+
+    def _end(self, tokens: int, first: int, weight: float) -> None:
+        self.count[0] += weight
+        for place, reach in enumerate(REACHES):
+            rest = tokens - min(first, reach) - 1
+            self.further[place] += weight * max(0, -(-rest // (reach + 1)))
+
+    def rows(self) -> dict[str, list[float]]:
+        """Counts by name."""
+        return {"count": self.count, "further": self.further}
+
+    def scale(self, factor: float) -> None:
+        """Let all that was counted weigh `factor` times as much."""
+        for row in self.rows().values():
+            row[:] = [value * factor for value in row]
+
+    def passes(self, unit: float = 1.0) -> dict[int, float]:
+        """By reach: passes expected of a stretch behind its first one."""
+        lean, found = BELIEF * unit, dict[int, float]()
+        for reach, further in zip(REACHES, self.further):
+            whole = NEXT ** (reach + 1)  # before anything was seen, each token is as likely as the one before it
+            found[reach] = (further + lean * whole / (1.0 - whole)) / (self.count[0] + lean)
+        return found

@@ -44,8 +44,7 @@ class Listening:
         """Hear of it."""
         self.clocks.hear(done)
         if done.shape.depth:
-            for row in done.rows:
-                self.knowledge.see(row, done.shape)
+            self.knowledge.hear(done)
 
 
 def measure_prior(

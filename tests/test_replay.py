@@ -31,6 +31,7 @@ from outrider.bench.turns import Heard
 from outrider.cli import app
 from outrider.controller import Fixed
 from outrider.drafters.cascade import CascadeDrafter
+from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.rounds import Round
 from outrider.tree import parse_shape
@@ -104,12 +105,21 @@ def test_the_same_seeds_give_the_same_figures(engine: Engine, tracks: list[Track
     assert one.seconds_LM.tolist() == other.seconds_LM.tolist()
 
 
-def test_tracks_outlive_a_process(tracks: list[Track], tmp_path: Path) -> None:
-    save(tracks, tmp_path / "tracks.json")
-    assert load(tmp_path / "tracks.json") == tracks
+def test_tracks_outlive_a_process(engine: Engine, tracks: list[Track], tmp_path: Path) -> None:
+    save(tracks, tmp_path / "tracks.json", engine)
+    assert load(tmp_path / "tracks.json", engine) == tracks
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="no recorded texts"):
-        load(tmp_path / "other.json")
+        load(tmp_path / "other.json", engine)
+    other = lm("llama", 2)
+    other.name = "another"
+    with pytest.raises(ValueError, match="another"):
+        load(tmp_path / "tracks.json", Engine(tiny("llama"), None, "llama", CascadeDrafter([NgramDrafter(), other])))
+    with pytest.raises(ValueError, match="only a drafter that is a model"):
+        load(tmp_path / "tracks.json", Engine(tiny("llama"), None, "llama", MergedDrafter([NgramDrafter(), other])))
+    assert load(tmp_path / "tracks.json", Engine(tiny("llama"), None, "llama", lm("llama", 1))) == tracks, (
+        "lookups do not matter"
+    )
 
 
 def test_drafters_that_are_no_model_cannot_be_recorded() -> None:

@@ -192,12 +192,12 @@ def replay(
     prices = again.Prices(again.parse_prices(passes), level, proposal, noise=noise)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     if tracks is not None and tracks.exists():
-        texts = again.load(tracks)
+        texts = again.load(tracks, engine)
     else:
         with progress("bench replay", quiet=json) as tell:
             texts = again.record(engine, _prompts(tasks, limit, held_out), max_new_tokens, tell)
         if tracks is not None:
-            again.save(texts, tracks)
+            again.save(texts, tracks, engine)
     turns = again.replay(texts, engine.drafter, again.methods_of(engine, parse_methods(shapes)), prices, seeds)
     if _told({"played": again.to_json(turns), "provenance": provenance() | engine_facts(engine)}, out, json):
         again.render(turns, Console())

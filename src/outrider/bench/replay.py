@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.bench.tasks import Prompt
 
 WIDEST = "best64x8@0.001"
-FORMAT = "outrider recorded texts, 1"
+FORMAT = "outrider recorded texts, 2"
 
 # ---- recording -------------------------------------------------------------------------------------------------------
 
@@ -103,13 +103,7 @@ def record(
     Raises:
         ValueError: when the drafter is no model that says how probable its tokens are, alone or behind lookups.
     """
-    from outrider.drafters.catalog import believes
-
-    if engine.drafter is None or not believes(engine.drafter):
-        raise ValueError(
-            "only a drafter that is a model, alone or behind lookups, can be recorded; give one with --drafter"
-        )
-    recording, tracks = Recording(_model_of(engine.drafter), parse_shape(widest)), list[Track]()
+    recording, tracks = Recording(model_of(engine.drafter), parse_shape(widest)), list[Track]()
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), prompt.task)
         ids, recording.trees = prompt.encode(engine), []
@@ -119,33 +113,55 @@ def record(
     return tracks
 
 
-def _model_of(drafter: Any) -> Drafter:
-    """The model behind lookups."""
+def model_of(drafter: Any) -> Drafter:
+    """The model behind lookups.
+
+    Raises:
+        ValueError: when there is none that says how probable its tokens are.
+    """
+    from outrider.drafters.catalog import believes
+
+    if drafter is None or not believes(drafter):
+        raise ValueError(
+            "only a drafter that is a model, alone or behind lookups, can be recorded; give one with --drafter"
+        )
     while inner := getattr(drafter, "drafters", None):
         drafter = inner[-1]
     found: Drafter = drafter
     return found
 
 
-def save(tracks: Sequence[Track], path: Path) -> None:
-    """Write tracks to a file."""
-    path.write_text(json.dumps({"format": FORMAT, "tracks": [asdict(track) for track in tracks]}), encoding="utf-8")
+def save(tracks: Sequence[Track], path: Path, engine: Engine) -> None:
+    """Write what was recorded with an engine to a file."""
+    found = {"format": FORMAT, **_recorded_with(engine), "tracks": [asdict(track) for track in tracks]}
+    path.write_text(json.dumps(found), encoding="utf-8")
 
 
-def load(path: Path) -> list[Track]:
+def _recorded_with(engine: Engine) -> dict[str, str]:
+    return {"target": engine.name, "model": model_of(engine.drafter).name}
+
+
+def load(path: Path, engine: Engine) -> list[Track]:
     """Tracks that `save` wrote.
 
     Raises:
-        ValueError: when the file holds none.
+        ValueError: when the file holds none, or such as were recorded with another target or model than the engine's.
     """
+    wanted = _recorded_with(engine)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
             raise ValueError
-        tracks = found["tracks"]
-        return [Track(t["task"], t["ids"], t["begins"], [Grown(**tree) for tree in t["trees"]]) for t in tracks]
+        tracks, known = found["tracks"], {name: found[name] for name in wanted}
+        texts = [Track(t["task"], t["ids"], t["begins"], [Grown(**tree) for tree in t["trees"]]) for t in tracks]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no recorded texts; record them anew into another file") from error
+    if known != wanted:
+        raise ValueError(
+            f"{path} was recorded with {known['model']} for {known['target']}, and this is {wanted['model']} for "
+            f"{wanted['target']}; record anew into another file"
+        )
+    return texts
 
 
 # ---- drafting again --------------------------------------------------------------------------------------------------

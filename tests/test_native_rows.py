@@ -17,7 +17,7 @@ from outrider import noise
 from outrider.models.native import NativeTreeModel
 from outrider.native import layout
 from outrider.native.embedding import embedded, token_places
-from outrider.native.highest import FEW, best, highest
+from outrider.native.highest import FEW, SURE, best, highest
 from outrider.native.joined import JoinedProduct
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -98,6 +98,23 @@ def test_scores_with_noise_are_picked_by_the_same_bits(
         assert [[place for place, _ in row] for row in ours] == [[place for place, _ in row] for row in plain]
         logs = [[log for row in rows for _, log in row] for rows in (ours, plain)]
         assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_chances_under_shared_noise_are_those_of_a_target_that_differs_by_noise(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same noise on top of p's scores, which are q's and Gumbel noise of scale 1 / SURE, picks each token so often."""
+    if not kernels:
+        without_kernels(monkeypatch)
+    generator = torch.Generator().manual_seed(4)
+    scores, noise_V = 2 * torch.randn(1, 8, generator=generator), noise.gumbel(0, noise.TARGET, 1, 8)
+    chances = {place: math.exp(log) for place, log in best(scores, 8, 0.8, noise_V)[0]}
+    uniform = torch.rand(40_000, 8, generator=generator, dtype=torch.float64).clamp(1e-12)
+    target = scores[0] / 0.8 - (-uniform.log()).log() / SURE
+    picked = (target + noise_V).argmax(-1).bincount(minlength=8) / len(target)
+    assert sum(chances.values()) == pytest.approx(1.0, abs=1e-5)
+    assert picked.tolist() == pytest.approx([chances[place] for place in range(8)], abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

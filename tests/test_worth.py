@@ -15,7 +15,7 @@ from outrider.api import Engine
 from outrider.clocks import Clocks
 from outrider.counterfactual import Counterfactual
 from outrider.drafters.cascade import CascadeDrafter
-from outrider.drafters.catalog import BUDGETS, learned_arms, make_controller
+from outrider.drafters.catalog import BUDGETS, learned_arms
 from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Options
@@ -225,10 +225,13 @@ def test_drafters_that_believe_get_trees_that_grow_best_first_and_others_fixed_o
 
 
 def test_greedy_and_drawn_texts_are_learned_apart() -> None:
-    """What a drafter believes of its tokens says less where the target draws them: there shapes are fixed."""
+    """What a drafter believes of its tokens is worth something else where the target draws them. Trees grow best first unless
+    children must be draws themselves."""
     made = Engine(tiny("llama"), None, "llama", lm("llama", 1))
     greedy, drawn = (made.controller("auto", Options(temperature=heat)) for heat in (0.0, 0.8))
     assert greedy is not drawn and greedy is made.controller("auto", Options())
     assert isinstance(greedy, Counterfactual) and all(arm.budget for arm in greedy.arms)
-    assert isinstance(drawn, Counterfactual) and not any(arm.budget for arm in drawn.arms)
-    assert isinstance(make_controller("auto", made.drafter, True), Counterfactual)
+    assert isinstance(drawn, Counterfactual) and all(arm.budget for arm in drawn.arms)
+    race = made.controller("auto", Options(temperature=0.8, rule="mss"))
+    assert race not in (greedy, drawn)
+    assert isinstance(race, Counterfactual) and not any(arm.budget for arm in race.arms)

@@ -78,7 +78,7 @@ class Engine:
         self.model, self.tokenizer, self.name, self._tried_exact = model, tokenizer, name, exact
         self._find_target()
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
-        self._tuned: dict[tuple[str, int, bool], tuple[Drafter, Controller]] = {}
+        self._tuned: dict[tuple[str, int, str], tuple[Drafter, Controller]] = {}
         self._experience: list[Experience] = []
 
     @property
@@ -247,13 +247,14 @@ class Engine:
         if options is not None and options.rule == "mss" and options.seed is not None:
             # they listen to the clock; under mss the text depends on the shape, and a seed must give one text
             return Fixed(default_arms(self.drafter)[0])
-        # what a drafter believes of its tokens says less where the target draws them
+        # what a drafter believes of its tokens is worth something else where the target draws them
         drawn = options is not None and options.temperature > 0
-        key = name, id(self.drafter), drawn
+        rule = options.rule if options is not None and drawn else "greedy"
+        key = name, id(self.drafter), rule
         if key not in self._tuned:
-            self._tuned[key] = self.drafter, make_controller(name, self.drafter, drawn)
+            self._tuned[key] = self.drafter, make_controller(name, self.drafter, rule == "mss")
             if name == "auto":
-                about = self._about(self.drafter) | ({"tokens": "drawn"} if drawn else {})
+                about = self._about(self.drafter) | ({"tokens": rule} if drawn else {})
                 self._experience.append(Experience(cast(Learner, self._tuned[key][1]), about))
         return self._tuned[key][1]
 

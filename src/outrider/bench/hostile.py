@@ -230,7 +230,7 @@ def _write(
 ) -> Written:
     def begin(way: str) -> Text:
         drafter = case.drafter if way == "auto" else None
-        heard = Heard(make_controller("auto", drafter, case.temperature > 0))
+        heard = Heard(make_controller("auto", drafter))
         with engine.drafting(drafter):
             pieces = engine.stream(ids, shape=heard, temperature=case.temperature, **options)
         return Text(pieces, heard, read=True)

@@ -189,8 +189,8 @@ def default_arms(drafter: Drafter) -> list[Shape]:
 
 
 def learned_arms(drafter: Drafter) -> list[Shape]:
-    """Shapes that "auto" chooses from for greedy texts: trees that grow best first, of several sizes, where the drafter says how
-    probable nodes are."""
+    """Shapes that "auto" chooses from, unless children must be draws: trees that grow best first, of several sizes, where the
+    drafter says how probable nodes are."""
     arms = default_arms(drafter)
     if not believes(drafter):
         return arms
@@ -211,9 +211,9 @@ def parts(drafter: Any) -> list[Any]:
     return [drafter] if not inner else [part for one in inner for part in parts(one)]
 
 
-def _learning(drafter: Drafter, drawn: bool) -> Counterfactual:
+def _learning(drafter: Drafter, draws: bool) -> Counterfactual:
     """A controller that begins with what is known of a drafter."""
-    controller = Counterfactual(default_arms(drafter) if drawn else learned_arms(drafter))
+    controller = Counterfactual(default_arms(drafter) if draws else learned_arms(drafter))
     for part in parts(drafter):
         prior = getattr(part, "priors", {}).get(drafter.name)
         try:
@@ -226,11 +226,11 @@ def _learning(drafter: Drafter, drawn: bool) -> Counterfactual:
     return controller
 
 
-def make_controller(given: Any, drafter: Drafter | None, drawn: bool = False) -> Controller:
+def make_controller(given: Any, drafter: Drafter | None, draws: bool = False) -> Controller:
     """A controller from "auto", "ucb", a shape, or a `Controller`.
 
     Args:
-        drawn: the target draws its tokens, at a temperature above 0.
+        draws: children are to be draws from the drafter's law, as multi-step speculative sampling wants them.
     """
     if hasattr(given, "choose") and hasattr(given, "reward"):
         controller: Controller = given
@@ -240,5 +240,5 @@ def make_controller(given: Any, drafter: Drafter | None, drawn: bool = False) ->
     if given == "ucb":
         return Bandit(default_arms(drafter))
     if given is None or given == "auto":
-        return _learning(drafter, drawn)
+        return _learning(drafter, draws)
     return Fixed(parse_shape(given))

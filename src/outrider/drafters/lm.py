@@ -235,7 +235,8 @@ def one_hot(sampler: Sampler, shape: Shape) -> bool:
 
 
 Choice = tuple[int, Law, float]
-"""A column of scores, the law it was drawn from, and its log probability where that was asked for."""
+"""A column of scores, the law it was drawn from, and, where that was asked for, the log of its chance: its probability, or what
+follows from that where the noise is known."""
 
 
 def choose(
@@ -255,7 +256,7 @@ def choose(
         topmost: take the best scores (plus the target's noise under the coupled rule). Otherwise, by `draft_sampling`: draws
             without replacement (the sorted race of scores plus noise), or independent draws.
         ids_C: the token ids of the columns, where they are not the ids themselves.
-        believe: whether log probabilities are asked for; those of the best come in any case.
+        believe: whether the logs of chances are asked for; those of the best come in any case.
         temperature: what scores are still to be divided by, where the best are taken under the coupled rule.
     """
     size = scores_FC.shape[-1]

@@ -15,19 +15,12 @@ struct Highest {
     }
 };
 
-// Scores of a row: as they are, divided by a temperature, or with noise on top of that.
+// Scores of a row: as they are, or divided by a temperature and with noise on top of that.
 template <class T>
 struct Plain {
     const T* x;
     Floats some(int64_t i) const { return load(x + i); }
     float one(int64_t i) const { return value(x[i]); }
-};
-template <class T>
-struct Tempered {
-    const T* x;
-    float temperature;
-    Floats some(int64_t i) const { return load(x + i) / temperature; }
-    float one(int64_t i) const { return value(x[i]) / temperature; }
 };
 template <class T>
 struct Noisy {
@@ -83,6 +76,14 @@ void highest_of_all(const T* x, int64_t rows, int64_t width, float temperature, 
         highest_of_rows([&](int64_t row) { return Plain<T>{x + row * width}; }, rows, width, places, values, threads);
 }
 
+template <class Scores>
+struct Scaled {
+    Scores scores;
+    float by;
+    Floats some(int64_t i) const { return scores.some(i) * by; }
+    float one(int64_t i) const { return scores.one(i) * by; }
+};
+
 // The log of the sum of exponentials.
 template <class Scores>
 float log_of_sum(Scores scores, int64_t width) {
@@ -95,12 +96,12 @@ float log_of_sum(Scores scores, int64_t width) {
     return highest + std::log(sum);
 }
 
-// The `count` places of a row with the best scores, best first and the first of equal ones, and their log probabilities by the law;
-// places are -1 where there are no more above minus infinity.
-template <class Scores, class Law>
-void best_of(Scores scores, Law law, int64_t width, int64_t count, int64_t* places, float* logs) {
+// The `count` places of a row with the best scores, best first and the first of equal ones, and the logs of the softmax of all scores
+// times `sure`; places are -1 where there are no more above minus infinity.
+template <class Scores>
+void best_of(Scores scores, float sure, int64_t width, int64_t count, int64_t* places, float* logs) {
     const Ints start = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const float all = log_of_sum(law, width);
+    const float all = log_of_sum(Scaled<Scores>{scores, sure}, width);
     float last = INFINITY;
     int64_t after = -1;  // where the last one was
     for (int64_t n = 0; n < count; n++) {
@@ -119,27 +120,28 @@ void best_of(Scores scores, Law law, int64_t width, int64_t count, int64_t* plac
         };
         for (int lane = 0; lane < LANES; lane++) take(where[lane], most[lane]);
         for (; i < width; i++) take(i, scores.one(i));
-        places[n] = place, logs[n] = place < 0 ? -INFINITY : law.one(place) - all;
+        places[n] = place, logs[n] = place < 0 ? -INFINITY : scores.one(place) * sure - all;
         last = place < 0 ? -INFINITY : found, after = place;
     }
 }
 
 template <class T>
-void best_of_all(const T* x, int64_t rows, int64_t stride, int64_t width, int64_t count, float temperature, const float* noise,
-                 int64_t* places, float* logs) {
+void best_of_all(const T* x, int64_t rows, int64_t stride, int64_t width, int64_t count, float temperature, float sure,
+                 const float* noise, int64_t* places, float* logs) {
     for (int64_t row = 0; row < rows; row++, x += stride, places += count, logs += count)
-        if (noise) best_of(Noisy<T>{x, temperature, noise}, Tempered<T>{x, temperature}, width, count, places, logs);
-        else best_of(Plain<T>{x}, Plain<T>{x}, width, count, places, logs);
+        if (noise) best_of(Noisy<T>{x, temperature, noise}, sure, width, count, places, logs);
+        else best_of(Plain<T>{x}, 1.0f, width, count, places, logs);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Of each row of x [M, V], rows `stride` numbers apart, the places [M, count] of its best numbers and their log probabilities. With
-// noise, numbers are divided by the temperature, and ranked with the noise [V] on top, or with that at the ids [V].
+// Of each row of x [M, V], rows `stride` numbers apart, the places [M, count] of its best numbers and the logs of their softmax. With
+// noise, numbers are divided by the temperature and have the noise [V] on top, or that at the ids [V], and the softmax is that of so
+// much of them as `sure` says.
 int outrider_best(int64_t bytes, const void* x, int64_t rows, int64_t stride, int64_t width, int64_t count, float temperature,
-                  const float* noise, const int64_t* ids, int64_t* places, float* logs) {
+                  float sure, const float* noise, const int64_t* ids, int64_t* places, float* logs) {
     return in_workspace([&](Workspace& space) {
         if (noise && ids) {
             space.begin(space.padded<float>(width));
@@ -147,8 +149,8 @@ int outrider_best(int64_t bytes, const void* x, int64_t rows, int64_t stride, in
             for (int64_t i = 0; i < width; i++) own[i] = noise[ids[i]];
             noise = own;
         }
-        if (bytes == 2) best_of_all(static_cast<const bf16*>(x), rows, stride, width, count, temperature, noise, places, logs);
-        else best_of_all(static_cast<const float*>(x), rows, stride, width, count, temperature, noise, places, logs);
+        if (bytes == 2) best_of_all(static_cast<const bf16*>(x), rows, stride, width, count, temperature, sure, noise, places, logs);
+        else best_of_all(static_cast<const float*>(x), rows, stride, width, count, temperature, sure, noise, places, logs);
     });
 }
 

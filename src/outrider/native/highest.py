@@ -15,6 +15,10 @@ from outrider.native.library import Unavailable, library
 from outrider.native.linear import DTYPES
 
 FEW = 16  # more are sorted faster
+# Under shared noise the target takes the token where log p plus noise is highest, and log q plus noise tells which that is, up to
+# what log p and log q differ by. Were that Gumbel noise of scale 1 / SURE, the softmax of SURE times the sums would be each
+# token's chance. (Measured with the shipped head, as the value that brings most: `docs/drafters.md`.)
+SURE = 0.7
 
 
 def highest(
@@ -50,10 +54,11 @@ def best(
     noise_X: Tensor | None = None,
     ids_V: Tensor | None = None,
 ) -> list[list[tuple[int, float]]]:
-    """The `count` best columns of every row, best first, and their log probabilities; impossible ones are left out.
+    """The `count` best columns of every row, best first, and the logs of their chances; impossible ones are left out.
 
     Args:
-        temperature, noise_X: with noise, scores are divided by the temperature, and ranked with the noise on top.
+        temperature, noise_X: with noise, of the scores divided by the temperature, and the noise on top: chances are those that
+            the same noise on top of the target's scores picks the same.
         ids_V: where the noise of each column is, if not in the same place.
     """
     rows, width = scores_NV.shape
@@ -69,16 +74,14 @@ def best(
             ids = None if ids_V is None else ids_V.data_ptr()
             assert ids_V is None or len(ids_V) >= width
             at = scores_NV.element_size(), scores_NV.data_ptr(), rows, scores_NV.stride(0)
-            if call(*at, width, count, temperature, noise, ids, tokens, logs):
+            if call(*at, width, count, temperature, SURE, noise, ids, tokens, logs):
                 raise MemoryError("there is no memory left for a step of the drafter")
             return _possible(list(tokens), list(logs), rows, count)
-    noisy_NV = scores_NV
     if noise_X is not None:
-        scores_NV = scores_NV.float() / temperature
-        noisy_NV = scores_NV + (noise_X[:width] if ids_V is None else noise_X[ids_V])
-    values, tokens_NK = noisy_NV.max(-1, keepdim=True) if count == 1 else noisy_NV.topk(count, dim=-1)
+        scores_NV = scores_NV.float() / temperature + (noise_X[:width] if ids_V is None else noise_X[ids_V])
+    values, tokens_NK = scores_NV.max(-1, keepdim=True) if count == 1 else scores_NV.topk(count, dim=-1)
     known = tokens_NK.masked_fill(~(values > -math.inf), -1)
-    logs_NK = scores_NV.float().log_softmax(-1).gather(-1, tokens_NK)
+    logs_NK = (scores_NV.float() * (1.0 if noise_X is None else SURE)).log_softmax(-1).gather(-1, tokens_NK)
     # to the host in one copy; float32 holds token ids exactly
     both = torch.stack([known.float(), logs_NK]).flatten(1).tolist()
     return _possible([int(token) for token in both[0]], both[1], rows, count)

@@ -71,7 +71,7 @@ def _load() -> ctypes.CDLL | str:
     found.outrider_lay_out.argtypes = [number, at, number, number, at, number]
     found.outrider_highest.argtypes = [number, at, number, number, ctypes.c_float, at, at, at, number]
     found.outrider_move.argtypes = [number, at, at, number, number, number, number, at, number, number]
-    found.outrider_best.argtypes = [number, at, number, number, number, number, ctypes.c_float, at, at, at, at]
+    found.outrider_best.argtypes = [number, at, *[number] * 4, ctypes.c_float, ctypes.c_float, at, at, at, at]
     found.outrider_hashed.argtypes = [ctypes.c_uint64, number, at]
     found.outrider_joined.argtypes = [at, at, number, at, number]
     found.outrider_highest.restype = found.outrider_move.restype = found.outrider_hashed.restype = None

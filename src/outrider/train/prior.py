@@ -63,7 +63,7 @@ def measure_prior(
     listening = Listening(grown)
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), "measuring")
-        listening.shapes = [*(fixed if number % 2 else grown), OFF]
+        listening.shapes = [*(fixed if number % 4 == 3 else grown), OFF]
         options: dict[str, Any] = {"temperature": 0.7 * (number % 2), "seed": number, "max_new_tokens": max_new_tokens}
         engine.generate(prompt.encode(engine), shape=listening, **options)
     if listening.clocks.asked < FEWEST or not listening.clocks.weight:

@@ -11,9 +11,11 @@ import pytest
 
 from families import tiny
 from helpers import PROMPT, expected, lm
-from outrider.api import Engine
+from outrider.api import MOST_TUNED, Engine
 from outrider.counterfactual import Counterfactual
+from outrider.drafters.ngram import NgramDrafter
 from outrider.experience import Experience
+from outrider.options import Options
 from outrider.paths import statistics_dir
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, parse_shape
@@ -101,8 +103,14 @@ def damage(kind: str, file: Path) -> None:
     elif kind == "state":
         file.write_text(json.dumps(value | {"state": {"clocks": {"rounds": [1, 2]}}}))
     else:
-        assert kind == "infinite"
-        value["state"]["clocks"]["passes"][1] = float("inf")
+        clocks = value["state"]["clocks"]
+        if kind == "infinite":
+            clocks["passes"][1] = float("inf")
+        elif kind == "no time":
+            clocks["rounds"][0] = 0
+        else:
+            assert kind == "passes of no time" and any(clocks["passes"])
+            clocks["passes"][2 * len(clocks["passes"]) // 3 :] = [0] * (len(clocks["passes"]) // 3)
         file.write_text(json.dumps(value))
 
 
@@ -119,6 +127,8 @@ DAMAGES = [
     "pair",
     "state",
     "infinite",
+    "no time",
+    "passes of no time",
 ]
 
 
@@ -139,6 +149,30 @@ def test_a_good_file_is_read_without_a_word(folder: Path) -> None:
         warnings.simplefilter("error")
         Experience(fresh, ABOUT)
     assert fresh.choose().depth >= 4
+
+
+def test_a_process_that_only_wrote_batches_leaves_no_file(folder: Path) -> None:
+    """Times of single texts are what is kept."""
+    made = tuned()
+    made.generate([list(PROMPT), list(PROMPT)], max_new_tokens=60)
+    assert not folder.exists()
+    made.generate(list(PROMPT), max_new_tokens=200)
+    assert len([*folder.glob("*.json")]) == 1
+
+
+def test_changed_weights_begin_anew_and_drafters_that_are_gone_are_not_held(folder: Path) -> None:
+    made = tuned()
+    before = made.controller()
+    assert made.controller() is before
+    for _ in range(3 * MOST_TUNED):
+        with made.drafting(lm("llama", 1)):
+            made.controller(options=Options(temperature=1.0))
+        with made.drafting(NgramDrafter()):
+            made.controller()
+    assert len(made._tuned) == MOST_TUNED
+    made.model = tiny("llama", seed=3)
+    made._find_target()
+    assert not made._tuned
 
 
 def test_a_place_that_cannot_be_written_is_told_once(folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from families import tiny
 from helpers import Watch, chi_square_p, expected, lm
 from outrider.api import Engine
+from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.lm import LMDrafter, choose
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.selftest import tree_model
@@ -296,6 +297,18 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(sampling: str) -
     rows = writing.generate([PROMPT] * 6, seed=list(range(6)), **options)
     assert [row.token_ids for row in rows] == alone
     assert len({tuple(ids) for ids in alone}) == 6
+
+
+@pytest.mark.parametrize("sampling", ["without_replacement", "iid"])
+def test_behind_lookups_a_row_is_what_it_is_alone(sampling: str) -> None:
+    """A model is asked when some row of a batch needs it: the draws of the others do not depend on how often that was."""
+    options = {**HOT, "rule": "mss", "draft_sampling": sampling, "max_new_tokens": 24, "shape": "3x2"}
+    behind = CascadeDrafter([NgramDrafter(), drafter(*OTHER)])
+    writing = Engine(model(*LLAMA), None, "llama", behind)
+    prompts = [PROMPT, PROMPT[:4] * 3, PROMPT[::-1], [1, 2, 3] * 4]
+    alone = [writing.generate(prompt, seed=seed, **options).token_ids for seed, prompt in enumerate(prompts)]
+    rows = writing.generate(prompts, seed=list(range(len(prompts))), **options)
+    assert [row.token_ids for row in rows] == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "qwen3_next"])

@@ -83,6 +83,15 @@ def test_a_prior_weighs_as_much_as_a_few_rounds_however_long_it_was_measured() -
     assert level == pytest.approx(0.05 * 2.0, rel=0.3), "a level takes the share of a plain pass that it took there"
 
 
+def test_what_was_learned_here_outweighs_a_prior() -> None:
+    """Statistics are restored behind it: the first plain round leaves their drafting times as they are."""
+    controller = believing(prior(GOOD))
+    controller.restore(prior(GOOD, Seconds(level=0.001)))
+    before = controller.clocks.drafting()
+    controller.reward(Round(OFF, [Walked((), 0, False, 0, True)], verify=1.0))
+    assert controller.clocks.drafting() == pytest.approx(before, rel=1e-3)
+
+
 @pytest.mark.parametrize("broken", [{}, {"counts": {}}, {"counts": [], "clocks": {}}, [], "x", 3])
 def test_a_prior_that_is_none_is_ignored_with_one_line(broken: Any) -> None:
     drafter: Any = lm("llama")

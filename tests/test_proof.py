@@ -84,6 +84,9 @@ def test_all_methods_write_the_same_texts_in_turns() -> None:
 def test_without_a_drafter_there_is_nothing_to_choose() -> None:
     with pytest.raises(ValueError, match="drafter"):
         measure_choice(Engine(tiny("llama"), None, "llama", "off"), prompts(1), ["chain2"], 4)
+    for shapes, word in ((["chain2", "chain2"], "more than once"), (["chain2", "0"], "drafts nothing")):
+        with pytest.raises(ValueError, match=word):
+            measure_choice(engine(), prompts(1), shapes, 4)
 
 
 # -- hostile -----------------------------------------------------------------------------------------------------------

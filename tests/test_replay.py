@@ -99,6 +99,11 @@ def test_plain_rounds_write_a_token_each_at_the_price_of_one_row(engine: Engine,
     assert turns.tokens_LM.sum(0).tolist() == [96.0, 96.0, 96.0] and turns.methods == ["plain", "auto", "chain3"]
 
 
+def test_without_a_clock_nothing_is_taken_for_a_stall(engine: Engine, tracks: list[Track]) -> None:
+    found = replay(tracks, engine.drafter, methods_of(engine, ["best23x8", "chain1"]), PRICES, 4)
+    assert found.stalled == pytest.approx(0.0, abs=1e-9)
+
+
 def test_the_same_seeds_give_the_same_figures(engine: Engine, tracks: list[Track]) -> None:
     noisy = Prices(PRICES.passes, noise=0.05)
     one, other = (replay(tracks, engine.drafter, methods_of(engine, ["best7"]), noisy, 2) for _ in range(2))

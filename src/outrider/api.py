@@ -34,6 +34,16 @@ from outrider.sequence import Piece, Sequence, TokenLogprob
 from outrider.stats import Stats
 
 MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+MOST_TUNED = 16  # controllers that are kept from call to call
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """A controller that is kept from call to call, the drafter that it is for, and what keeps what it learned."""
+
+    drafter: Drafter
+    controller: Controller
+    experience: Experience | None
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,9 @@ class Engine:
         **loading: Any,
     ) -> None:
         self.model, self.tokenizer, self.name, self._tried_exact = model, tokenizer, name, exact
+        self._tuned: dict[tuple[str, int, str], _Tuned] = {}
         self._find_target()
         self.drafter: Drafter | None = make_drafter(drafter, self.target, tokenizer, **loading)
-        self._tuned: dict[tuple[str, int, str], tuple[Drafter, Controller]] = {}
-        self._experience: list[Experience] = []
 
     @property
     def exact(self) -> bool:
@@ -217,6 +226,7 @@ class Engine:
         found, self.selftest = tree_model(self.model)
         if found is not self._found:
             self._found, self.target = found, found
+            self._tuned = {}  # what was learned is not of these weights
             if self._tried_exact:
                 self.target = exact = exactly(found)
                 self._deepest = exact.deepest
@@ -251,12 +261,13 @@ class Engine:
         drawn = options is not None and options.temperature > 0
         rule = options.rule if options is not None and drawn else "greedy"
         key = name, id(self.drafter), rule
-        if key not in self._tuned:
-            self._tuned[key] = self.drafter, make_controller(name, self.drafter, rule == "mss")
-            if name == "auto":
-                about = self._about(self.drafter) | ({"tokens": rule} if drawn else {})
-                self._experience.append(Experience(cast(Learner, self._tuned[key][1]), about))
-        return self._tuned[key][1]
+        if (known := self._tuned.get(key)) is None:
+            made = make_controller(name, self.drafter, rule == "mss")
+            about = self._about(self.drafter) | ({"tokens": rule} if drawn else {})
+            known = _Tuned(self.drafter, made, Experience(cast(Learner, made), about) if name == "auto" else None)
+            newest = [*self._tuned.items()][1 - MOST_TUNED :]  # drafters that came and went are not held for ever
+            self._tuned = dict([*newest, (key, known)])
+        return known.controller
 
     def _about(self, drafter: Drafter) -> dict[str, str]:
         """What statistics belong to."""
@@ -270,8 +281,9 @@ class Engine:
 
     def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
         """Of a run that has ended; what its controller learned is kept."""
-        for experience in self._experience:
-            experience.keep()
+        for tuned in [*self._tuned.values()]:
+            if tuned.experience is not None:
+                tuned.experience.keep()
         results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
         return results[0] if single else results
 

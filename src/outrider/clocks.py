@@ -207,8 +207,9 @@ class Clocks:
         self.drafts.restore([*(value * factor for value in counts), *(value * factor * seconds for value in sums)])
 
     def restore(self, rounds: list[float], **parts: list[float]) -> None:
-        """Go on from what `state` gave."""
+        """Go on from what `state` gave; what was believed before is outweighed."""
         self.total, self.weight, self.asked, self.empty = rounds
+        self.believed = None
         for name, part in self._parts().items():
             part.restore(parts[name])
 

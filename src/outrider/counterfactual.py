@@ -212,7 +212,7 @@ class Counterfactual:
         """Learn from a round about all shapes."""
         if done.seconds <= 0 or not done.rows:
             return
-        self.rounds += 1
+        self.rounds += len(done.rows) == 1
         if len(done.rows) != self.rows:
             self.rows, self.best = len(done.rows), None
             self.pace = self.paces.setdefault(self.rows.bit_length(), _Pace(Clocks()))
@@ -283,7 +283,7 @@ class Counterfactual:
     # -- what outlives a process -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What was learned, as plain data for JSON."""
+        """What was learned, as plain data for JSON; times are those of single texts, and only these are counted as rounds."""
         return {"rounds": self.rounds, **to_data(self.knowledge, self.paces[1].clocks, self.unit)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.clocks import Clocks
+from outrider.clocks import GROUPS, Clocks
 from outrider.cost import Acceptance
 from outrider.rounds import Round, Walked
 from outrider.stopping import Calibration, Going, Table
@@ -96,7 +96,9 @@ def from_data(data: Mapping[str, Any]) -> tuple[Knowledge, dict[str, list[float]
         if any(hit > tried * 1.0001 for hit, tried in zip(row, tries)):
             raise ValueError("its numbers do not fit each other")
     times = {name: _checked(clocks.get(name), size, 0.0) for name, size in Clocks.SIZES.items()}
-    if not times["rounds"][1]:
+    seconds, weight, *_ = times["rounds"]
+    passes = [times["passes"][part * GROUPS : (part + 1) * GROUPS] for part in range(3)]  # weight, rows, seconds
+    if not (seconds and weight) or any(bool(counted) != bool(rows and spent) for counted, rows, spent in zip(*passes)):
         raise ValueError("its numbers do not fit each other")
     return found, times
 

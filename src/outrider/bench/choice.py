@@ -20,6 +20,7 @@ from rich.table import Table
 
 from outrider.bench.report import Run, SpeedReport, provenance, to_json
 from outrider.bench.turns import Clock, Heard, Spread, Text, Turns, Written, take_turns
+from outrider.tree import parse_shape
 
 AUTO, PLAIN = "auto", "plain"
 SHAPES = (
@@ -108,10 +109,15 @@ def measure_choice(
     Raises:
         ValueError: without a drafter or prompts, or for shapes that draft nothing.
     """
-    from outrider.bench.runner import report_of
+    from outrider.bench.runner import refuse_repeated, report_of
 
     if engine.drafter is None:
         raise ValueError("there is no drafter whose shapes could be chosen; give one with --drafter")
+    refuse_repeated([PLAIN, AUTO, *(shape for shape in shapes if shape not in (PLAIN, AUTO))])
+    if idle := [shape for shape in shapes if shape not in (PLAIN, AUTO) and not parse_shape(shape).depth]:
+        raise ValueError(
+            f"shape {idle[0]!r} drafts nothing, as plain decoding does, which is measured anyway; leave it out"
+        )
     if not prompts or repeat < 1:
         raise ValueError(f"{len(prompts)} prompts, {repeat} times, are nothing to measure; give one or more")
     methods = [PLAIN, AUTO, *(shape for shape in shapes if shape not in (PLAIN, AUTO))]

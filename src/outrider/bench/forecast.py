@@ -133,9 +133,10 @@ def _blocks(running: Sequence[Prompt], measuring: Sequence[Prompt]) -> Iterator[
 
 
 def _together(slices: Sequence[Measured]) -> Measured:
-    """All slices as one."""
+    """All slices as one; a slice in which no text ended does not know what its rounds took besides."""
     rounds = [done for one in slices for done in one.rounds]
-    return Measured(rounds, statistics.fmean(one.overhead for one in slices))
+    told = [one.overhead for one in slices if one.overhead]
+    return Measured(rounds, statistics.fmean(told) if told else 0.0)
 
 
 def _write(

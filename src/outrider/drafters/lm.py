@@ -58,7 +58,7 @@ class LMDraftState:
         self, drafter: LMDrafter, prompts: Sequence[Sequence[int]], samplers: Sequence[Sampler], room: int, stream: int
     ) -> None:
         self.drafter, self.samplers, self.room = drafter, list(samplers), room
-        self.stream, self.rounds = stream, 0
+        self.stream = stream
         self.offsets = [self._offset(len(prompt)) for prompt in prompts]
         self.state = self._prefill(prompts)
         self.growths: list[Growth] = []
@@ -119,7 +119,6 @@ class LMDraftState:
 
     def propose(self, contexts: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> list[Draft]:
         """Grow every row's tree by its shape."""
-        self.rounds += 1
         depth = max(shape.depth for shape in shapes)
         logits = self._catch_up(contexts, depth)
         if (limit := self.drafter.model.context) is not None:
@@ -159,7 +158,7 @@ class LMDraftState:
         if sampler.options.rule == "coupled" and not sampler.greedy:
             temperature /= self.drafter.sharpness
         position = len(growth.context) + growth.tree.depths[fed[0]]
-        salt = noise.mix(self.stream, self.rounds)
+        salt = noise.mix(self.stream, len(growth.context))  # of the text alone: a row never depends on its neighbours
         chosen = choose(
             scores_FC, counts, sampler, position, salt, one_hot(sampler, shape), ids_C, shape.believes, temperature
         )

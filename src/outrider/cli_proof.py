@@ -186,9 +186,15 @@ def replay(
     from outrider.bench.report import provenance
     from outrider.bench.runner import engine_facts, parse_methods
     from outrider.progress import progress
+    from outrider.tree import parse_shape
 
     if tracks is not None and not tracks.exists():
         file_in_folder(tracks)
+    methods = parse_methods(shapes)
+    for method in methods:
+        parse_shape(method)
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds} plays nothing; give 1 or more")
     prices = again.Prices(again.parse_prices(passes), level, proposal, noise=noise)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
     if tracks is not None and tracks.exists():
@@ -198,7 +204,7 @@ def replay(
             texts = again.record(engine, _prompts(tasks, limit, held_out), max_new_tokens, tell)
         if tracks is not None:
             again.save(texts, tracks, engine)
-    turns = again.replay(texts, engine.drafter, again.methods_of(engine, parse_methods(shapes)), prices, seeds)
+    turns = again.replay(texts, engine.drafter, again.methods_of(engine, methods), prices, seeds)
     if _told({"played": again.to_json(turns), "provenance": provenance() | engine_facts(engine)}, out, json):
         again.render(turns, Console())
 

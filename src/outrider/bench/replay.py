@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from outrider.bench.turns import Timed, Turns, Written
 from outrider.controller import Controller, Fixed
@@ -25,6 +26,7 @@ from outrider.drafters.base import Drafter, DraftState
 from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.growth import Growth
 from outrider.drafters.wrapped import Wrapped, WrappedState
+from outrider.models.fingerprint import fingerprint, weights_mark
 from outrider.rounds import Round, Walked, walked
 from outrider.sampling import Sampler
 from outrider.tree import OFF, Shape, TokenTree, parse_shape
@@ -138,7 +140,13 @@ def save(tracks: Sequence[Track], path: Path, engine: Engine) -> None:
 
 
 def _recorded_with(engine: Engine) -> dict[str, str]:
-    return {"target": engine.name, "model": model_of(engine.drafter).name}
+    """Names, and marks of the weights: two heads have one name."""
+    model: Any = model_of(engine.drafter)
+    weights = next(part for part in vars(model.model).values() if isinstance(part, nn.Module))
+    return {
+        "target": f"{engine.name} ({fingerprint(engine.model)})",
+        "model": f"{model.name} ({weights_mark(weights)})",
+    }
 
 
 def load(path: Path, engine: Engine) -> list[Track]:
@@ -266,7 +274,7 @@ def parse_prices(text: str) -> dict[int, float]:
     """
     try:
         found = {int(rows): float(ms) for rows, ms in (part.split(":") for part in text.split(","))}
-        if min(found) < 1 or min(found.values()) <= 0:
+        if min(found) < 1 or not all(0 < ms < math.inf for ms in found.values()):
             raise ValueError
     except ValueError:
         raise ValueError(f"--passes {text!r} are no prices; write rows:milliseconds, such as 1:11,8:13,9:20") from None
@@ -321,7 +329,12 @@ def replay(
 
     Args:
         drafter: the engine's.
+
+    Raises:
+        ValueError: when there is nothing to play.
     """
+    if not tracks or seeds < 1:
+        raise ValueError(f"{len(tracks)} texts, {seeds} times, are nothing to play; give one or more")
     found = list[Written]()
     for seed in range(seeds):
         begun = {name: make() for name, make in methods.items()}

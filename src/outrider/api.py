@@ -26,6 +26,7 @@ from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import TreeModel
+from outrider.models.screened import screen
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.models.streaming import streaming
 from outrider.options import Options, fresh_seed, options_from
@@ -217,6 +218,7 @@ class Engine:
         found, self.selftest = tree_model(self.model)
         if found is not self._found:
             self._found, self.target = found, found
+            self.selftest.notes += [why] if (why := screen(found)) else []
             if self._tried_exact:
                 self.target = exact = exactly(found)
                 self._deepest = exact.deepest

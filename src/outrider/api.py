@@ -218,7 +218,8 @@ class Engine:
         found, self.selftest = tree_model(self.model)
         if found is not self._found:
             self._found, self.target = found, found
-            self.selftest.notes += [why] if (why := screen(found)) else []
+            if (why := screen(found)) and why not in self.selftest.notes:
+                self.selftest.notes.append(why)
             if self._tried_exact:
                 self.target = exact = exactly(found)
                 self._deepest = exact.deepest

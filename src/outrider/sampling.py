@@ -190,16 +190,13 @@ class Sampler:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
         if perturbed_NV.device.type == "cpu":
-            return self._checked(logits_NV if perturbed_NV is not logits_NV else None, *highest(perturbed_NV))
+            tokens, values = highest(perturbed_NV)
+            return _sound(tokens, *([] if perturbed_NV is logits_NV else [highest(logits_NV)[1]]), values)
         checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
         highest_N, tokens_N = perturbed_NV.max(-1)
         # token ids are whole numbers far below 2**24, which float32 holds exactly
-        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
-        return _sound([int(token) for token in tokens], *found)
-
-    def _checked(self, logits_NV: Tensor | None, tokens: list[int], values: list[float]) -> list[int]:
-        """The tokens of rows on the CPU, if their values are sound, and logits that these come from, if any."""
-        return _sound(tokens, *([] if logits_NV is None else [highest(logits_NV)[1]]), values)
+        picked, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        return _sound([int(token) for token in picked], *found)
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
@@ -214,8 +211,9 @@ class Sampler:
     def picker(self, ids: Sequence[int], tree: TokenTree, scores: Scores) -> Callable[[int], int]:
         """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
 
-        Without processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a
-        CPU all others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
+        Where nothing but temperature and noise is between logits and picks, these ask for the highest scores alone. Without
+        processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a CPU all
+        others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
         """
         if self._takes_highest(scores.device):
             if self.greedy:

@@ -102,6 +102,7 @@ class NativeTreeModel(LeanTreeModel):
     def speak_through(self, head: CutHead) -> None:
         """Take another vocabulary head."""
         super().speak_through(head)
+        self.screen = None
         self.decoder = self.decoder.changed(unembed=head.linear)
 
     def size(self, new: int, batch: int) -> int:

@@ -28,8 +28,8 @@ constexpr int64_t COLUMNS = SIDE * TILE;              // of a piece
 
 struct Screen {
     int64_t bytes, inputs;
-    Linear exact, coarse;          // [V, K] of T, and in bytes
-    const float *errors, *sizes;   // [V]: |w - s n|, |s n|, not below what they are
+    Linear exact, coarse;         // [V, K] of T, and in bytes
+    const float *errors, *sizes;  // [V]: |w - s n|, |s n|, not below what they are
 
     float rounding() const { return float(inputs + 8) * 0x1p-21f; }
 };
@@ -65,7 +65,7 @@ int64_t beyond(const T* x, int64_t inputs, float scale) {
 }
 
 template <class T>
-void round(const Screen& m, const T* x, int8_t* bytes, Row& row) {
+void round_row(const Screen& m, const T* x, int8_t* bytes, Row& row) {
     const int64_t inputs = m.inputs, most = std::min(inputs / AGAIN_SHARE, MOST_AGAIN);
     const float d = m.rounding();
     Floats tops = {}, squares = {}, apart = {};
@@ -143,7 +143,7 @@ class Bounds {
     // `emit` gets a row, a piece and the bounds of its tiles; every thread of a team does its share.
     template <class Emit>
     void operator()(Emit emit) {
-        each(rows, [&](int64_t r) { round(m, x + r * m.inputs, bytes + r * m.inputs, row[r]); });
+        each(rows, [&](int64_t r) { round_row(m, x + r * m.inputs, bytes + r * m.inputs, row[r]); });
         for (int64_t first = 0; first < rows; first += MOST_ROWS)
             shared(m.coarse.pieces(), [&](int64_t piece) { of_piece(piece, first, std::min(MOST_ROWS, rows - first), emit); });
     }

@@ -59,10 +59,10 @@ class Search {
     const T* x;
     const int64_t rows, pieces;
     const Scores scores;
-    float* tops;      // [M, pieces]
-    Start* starts;    // [M]
-    Highest* best;    // [M]
-    T* gathered;      // [threads, rows together, K]
+    float* tops;    // [M, pieces]
+    Start* starts;  // [M]
+    Highest* best;  // [M]
+    T* gathered;    // [threads, rows together, K]
 
     static int64_t together(int64_t rows) { return std::min(rows, MOST_ROWS); }
 
@@ -203,7 +203,8 @@ int outrider_screen_bounds(const Screen* m, const void* x, int64_t rows, void* o
     });
 }
 
-// The same of one row x [K] with bounds [V], and of its logits divided by a temperature with noise [V] on top.
+// The highest of a row's logits divided by a temperature with noise [V] on top, and where it is: of x [K], and the bounds [V] of its
+// logits.
 int outrider_screen_drawn(const Screen* m, const void* x, const void* bounds, float temperature, const float* noise, int64_t* place,
                           float* value, int64_t threads) {
     const WithNoise scores{temperature, noise};

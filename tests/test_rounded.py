@@ -22,9 +22,10 @@ from outrider.drafters.lm import LMDrafter
 from outrider.models.feature_head import CORES
 from outrider.models.mamba_drafter import MambaModel
 from outrider.models.native import NativeTreeModel
-from outrider.native import layout
+from outrider.native import layout, screen
 from outrider.native import library as module
 from outrider.native.linear import RowProduct
+from test_screen import screen_of, wrong
 
 SIZES = [(64, 48), (576, 100), (36, 16), (1540, 33), (4, 160)]
 
@@ -127,6 +128,9 @@ def test_cpus_that_do_not_multiply_bytes_say_so_and_would_have_the_same_bits(
             for sizes, wanted in zip(SIZES, expected):
                 _, x, product = made(*sizes)
                 assert torch.equal(product(x), wanted)
+            patched.setattr(screen, "multiplies_bytes", lambda: True)
+            weight, x = torch.randn(500, 64).bfloat16(), torch.randn(9, 64).bfloat16()
+            assert wrong(screen_of(weight), weight, x) == 0
         finally:
             module._load.cache_clear()
 

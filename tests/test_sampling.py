@@ -15,6 +15,7 @@ from helpers import NEW, PROMPT, engine, expected, lm
 from outrider.api import Engine
 from outrider.options import Options, options_from
 from outrider.sampling import Sampler
+from outrider.scores import Scores
 from outrider.tree import TokenTree
 
 V = 24
@@ -119,7 +120,7 @@ def test_every_node_of_a_tree_is_processed_as_if_it_were_alone(rule: str, temper
     kept = raw.clone()
     prefix = IDS[:4]  # the last two tokens of IDS are new text already
     sampler = Sampler(options, 5, len(prefix), EOS, V)
-    pick = sampler.picker(IDS, made, raw)
+    pick = sampler.picker(IDS, made, Scores(raw))
     by_depth: dict[int, list[int]] = {}
     for node in range(7):
         by_depth.setdefault(made.depths[node], []).append(node)
@@ -200,7 +201,7 @@ def test_ties_go_to_the_lowest_id_everywhere() -> None:
         sampler = Sampler(options_from(given), 0, 1, EOS, V)
         assert sampler.pick([1], tied[0]) == 4
         assert int(sampler.law([1], tied[0]).argmax()) == 4
-        assert [sampler.picker([1], made, tied)(n) for n in range(3)] == [4, 4, 4]
+        assert [sampler.picker([1], made, Scores(tied))(n) for n in range(3)] == [4, 4, 4]
 
 
 def test_a_model_with_exact_ties_writes_the_same_with_and_without_speculation() -> None:
@@ -233,7 +234,7 @@ def test_logits_that_are_no_numbers_raise(bad: float) -> None:
         with pytest.raises(ValueError, match="not finite"):
             sampler.law([1], raw[1])
         with pytest.raises(ValueError, match="not finite"):
-            sampler.picker([1], made, raw)(1)
+            sampler.picker([1], made, Scores(raw))(1)
 
 
 def test_minus_infinity_is_an_ordinary_logit() -> None:

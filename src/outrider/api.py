@@ -26,6 +26,7 @@ from outrider.models.fingerprint import fingerprint
 from outrider.models.loading import load_model
 from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import TreeModel
+from outrider.models.screened import screen
 from outrider.models.selftest import SelfTest, tree_model
 from outrider.models.streaming import streaming
 from outrider.options import Options, fresh_seed, options_from
@@ -227,6 +228,8 @@ class Engine:
         if found is not self._found:
             self._found, self.target = found, found
             self._tuned = {}  # what was learned is not of these weights
+            if (why := screen(found)) and why not in self.selftest.notes:
+                self.selftest.notes.append(why)
             if self._tried_exact:
                 self.target = exact = exactly(found)
                 self._deepest = exact.deepest

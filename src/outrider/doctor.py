@@ -119,6 +119,8 @@ def _memory(tree_model: Any) -> dict[str, Any]:
         "bytes_per_token": (longer - short) // 64,
         "state_bytes_per_node": tree_model.state_bytes_per_node(),
     }
+    if screen := getattr(tree_model, "screen", None):
+        found["screen_bytes"] = screen.bytes
     if isinstance(tree_model, FactorTreeModel):
         found["dense_bytes_per_node"] = tree_model.dense_bytes_per_node()
     return found
@@ -131,7 +133,12 @@ def _advice(report: dict[str, Any]) -> list[str]:
     memory = report["machine"]["memory_bytes"]
     context = target["context"] or 8192
     weights = min(target["weight_bytes"], target.get("memory_budget_bytes", target["weight_bytes"]))
-    need = weights + context * target["bytes_per_token"] + 65 * target["state_bytes_per_node"]
+    need = (
+        weights
+        + target.get("screen_bytes", 0)
+        + context * target["bytes_per_token"]
+        + 65 * target["state_bytes_per_node"]
+    )
     if memory and need > 0.9 * memory:
         advice.append(f"a full context of {context} tokens needs {need / 1e9:.1f} GB, more than this machine has")
     times = report["machine"]["matmul_ms"].get(target["dtype"])

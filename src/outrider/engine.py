@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.controller import Controller
 from outrider.drafters.base import Drafter, DraftState, FeatureDraftState
 from outrider.machine import settle
-from outrider.models.protocol import TreeModel
+from outrider.models.protocol import TreeModel, scored
 from outrider.rounds import Round, walked
 from outrider.sequence import Piece, Sequence, alive
 from outrider.stats import Clock
@@ -81,8 +81,8 @@ class Run:
             drafts = self._propose(shapes) if shape.depth else [Draft(TokenTree(row.ids[-1]), {}) for row in self.rows]
         with self.clock.phase("verify"):
             trees = [draft.tree for draft in drafts]
-            logits_BNV = self.state.extend([tree.tokens for tree in trees], [tree.parents for tree in trees])
-            verdicts = [row.verify(draft, logits_BNV[i]) for i, (row, draft) in enumerate(zip(self.rows, drafts))]
+            scores = scored(self.state, [tree.tokens for tree in trees], [tree.parents for tree in trees])
+            verdicts = [row.verify(draft, of_row) for row, draft, of_row in zip(self.rows, drafts, scores)]
         with self.clock.phase("commit"):
             self.state.commit([verdict.path for verdict in verdicts])
             if self.drafting and shape.depth:
@@ -91,7 +91,7 @@ class Run:
                 self._see([_along(rows, verdict.path) for rows, verdict in zip(self.state.features, verdicts)])
         pieces = []
         for i, (row, tree, verdict) in enumerate(zip(self.rows, trees, verdicts)):
-            emitted = row.emit(tree, verdict, logits_BNV[i])
+            emitted = row.emit(tree, verdict, scores[i])
             name = drafts[i].beyond or shape.name if tree.drafted else OFF.name
             tried = verdict.accepted + bool(tree.children[verdict.path[-1]])
             row.stats.add_round(name, tree.drafted, verdict.accepted, tried, len(emitted))

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
 from outrider import noise
 from outrider.native.highest import highest
 from outrider.options import LogitsProcessor, Options
+from outrider.scores import Scores
 from outrider.tree import TokenTree
 
 NEGATIVE_INFINITY = float("-inf")
@@ -167,10 +168,20 @@ class Sampler:
 
     def pick(self, ids: Sequence[int], logits_V: Tensor) -> int:
         """The token that the coupled rule writes after `ids`; ties go to the lowest id."""
-        if self.bare and not self.greedy and logits_V.device.type == "cpu":
-            noise_V = self.noise(len(ids), logits_V.shape[-1], logits_V.device)
-            return self._checked(logits_V[None], *highest(logits_V[None], self.options.temperature, noise_V))[0]
+        if self._takes_highest(logits_V.device) and not self.greedy:
+            return self._drawn(len(ids), Scores(logits_V[None]), 0)
         return self._picked(logits_V[None], self.perturbed([ids], logits_V[None]))[0]
+
+    def _takes_highest(self, device: torch.device) -> bool:
+        """Whether picks ask for the highest scores alone."""
+        return self.bare and device.type == "cpu"
+
+    def _drawn(self, position: int, scores: Scores, node: int) -> int:
+        """The token at a position, drawn after a node."""
+        noise_V, nodes = self.noise(position, scores.vocab, scores.device), slice(node, node + 1)
+        tokens, values = scores.highest(nodes, self.options.temperature, noise_V)
+        # noise is finite, so that logits are where the sum is
+        return _sound(tokens, values if math.isfinite(values[0]) else scores.highest(nodes)[1], values)[0]
 
     def _picked(self, logits_NV: Tensor, perturbed_NV: Tensor) -> list[int]:
         """The best tokens of N rows. What they are and whether they are sound comes to the host in one copy.
@@ -179,16 +190,13 @@ class Sampler:
             ValueError: for logits that no law can be made of, or where processors left no token.
         """
         if perturbed_NV.device.type == "cpu":
-            return self._checked(logits_NV if perturbed_NV is not logits_NV else None, *highest(perturbed_NV))
+            tokens, values = highest(perturbed_NV)
+            return _sound(tokens, *([] if perturbed_NV is logits_NV else [highest(logits_NV)[1]]), values)
         checked = [] if perturbed_NV is logits_NV else [logits_NV.amax(-1)]
         highest_N, tokens_N = perturbed_NV.max(-1)
         # token ids are whole numbers far below 2**24, which float32 holds exactly
-        tokens, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
-        return _sound([int(token) for token in tokens], *found)
-
-    def _checked(self, logits_NV: Tensor | None, tokens: list[int], values: list[float]) -> list[int]:
-        """The tokens of rows on the CPU, if their values are sound, and logits that these come from, if any."""
-        return _sound(tokens, *([] if logits_NV is None else [highest(logits_NV)[1]]), values)
+        picked, *found = torch.stack([t.float() for t in (tokens_N, *checked, highest_N)]).tolist()
+        return _sound([int(token) for token in picked], *found)
 
     def law(self, ids: Sequence[int], logits_V: Tensor) -> Tensor:
         """The processed law after `ids`, probabilities [V]; one-hot at the argmax when greedy."""
@@ -200,19 +208,25 @@ class Sampler:
             return law_V
         return scores_V.softmax(-1)
 
-    def picker(self, ids: Sequence[int], tree: TokenTree, logits_NV: Tensor) -> Callable[[int], int]:
+    def picker(self, ids: Sequence[int], tree: TokenTree, scores: Scores) -> Callable[[int], int]:
         """The coupled rule's pick at a node of a tree rooted at the last token of `ids`.
 
-        Without processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a
-        CPU all others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
+        Where nothing but temperature and noise is between logits and picks, these ask for the highest scores alone. Without
+        processors, which want to see their paths, greedy picks of all nodes are made in one go, and elsewhere than on a CPU all
+        others, since waiting for the device costs more than its work. Else only nodes that the walk visits are processed.
         """
+        if self._takes_highest(scores.device):
+            if self.greedy:
+                tokens, values = scores.highest(slice(len(tree)))  # what is behind are padding nodes
+                return _sound(tokens, values).__getitem__
+            return lambda node: self._drawn(len(ids) + tree.depths[node], scores, node)
+        logits_NV = scores.logits_NV
         if not self.processors and (self.greedy or logits_NV.device.type != "cpu"):
-            return self._picks(len(ids), tree, logits_NV).__getitem__
+            return self._picks(len(ids), tree, logits_NV[: len(tree)]).__getitem__
         return lambda node: self.pick([*ids, *tree.path_tokens(node)[1:]], logits_NV[node])
 
     def _picks(self, length: int, tree: TokenTree, logits_NV: Tensor) -> list[int]:
         """The coupled rule's picks at all nodes of a tree whose root is token `length` of its text."""
-        logits_NV = logits_NV[: len(tree)]  # what is behind are padding nodes
         if self.greedy:
             return self._picked(logits_NV, logits_NV)
         vocab, device = logits_NV.shape[-1], logits_NV.device

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.options import Options
 from outrider.sampling import Sampler
+from outrider.scores import Scores
 from outrider.stats import Stats
 from outrider.stop import Decoder, TextStream
 from outrider.tree import TokenTree
@@ -83,11 +84,13 @@ class Sequence:
         """Tokens that may still be written."""
         return max(0, min(self.options.max_new_tokens - len(self.new_ids), self.limit - len(self.ids)))
 
-    def verify(self, draft: Draft, logits_NV: Tensor) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
         """Apply the rule in force."""
         if self.options.rule == "coupled":
-            return verify_coupled(draft.tree, self.sampler.picker(self.ids, draft.tree, logits_NV))
-        tree, sampler = draft.tree, self.sampler
+            if self.options.logprobs is not None:
+                scores = Scores(scores.logits_NV)  # they are made anyway
+            return verify_coupled(draft.tree, self.sampler.picker(self.ids, draft.tree, scores))
+        tree, sampler, logits_NV = draft.tree, self.sampler, scores.logits_NV
 
         def position(node: int) -> int:
             return len(self.ids) + tree.depths[node]
@@ -100,14 +103,14 @@ class Sequence:
             lambda node, law_V: sampler.draw(position(node), law_V),
         )
 
-    def emit(self, tree: TokenTree, verdict: Verdict, logits_NV: Tensor) -> list[Piece]:
+    def emit(self, tree: TokenTree, verdict: Verdict, scores: Scores) -> list[Piece]:
         """Append a round's tokens one by one, up to the first that ends the sequence."""
         tokens = [tree.tokens[node] for node in verdict.path[1:]] + [verdict.next_token]
         pieces = []
         for place, token in enumerate(tokens):
             entry = None
             if self.options.logprobs is not None:
-                entry = self._logprob(token, logits_NV[verdict.path[place]])
+                entry = self._logprob(token, scores.logits_NV[verdict.path[place]])
                 self.logprobs.append(entry)
             self.ids.append(token)
             self.text.push(token)

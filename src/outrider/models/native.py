@@ -24,12 +24,15 @@ from outrider.models.draft_vocab import CutHead
 from outrider.models.inference import inference
 from outrider.models.lean import Block, LeanTreeModel, StreamedBlock
 from outrider.models.native_streamed import StreamedDecoder
+from outrider.models.protocol import Rows
 from outrider.models.streaming import streamed_parts, streaming
 from outrider.models.taps import check_layers
-from outrider.models.tree_model import Unsupported
+from outrider.models.tree_model import CachedTreeState, Unsupported
 from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
 from outrider.native.embedding import embedded
 from outrider.native.library import Unavailable, library
+from outrider.native.screen import Screen, Screened
+from outrider.scores import Scores
 
 STREAMED_CHUNK = 512  # every chunk of a prompt reads the disk
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
@@ -43,6 +46,7 @@ class NativeTreeModel(LeanTreeModel):
     """
 
     chunk = 256  # enough that weights are read rarely, few enough that memory stays small
+    screen: Screen | None = None  # see `screened`
 
     def __init__(self, model: PreTrainedModel) -> None:
         try:
@@ -98,6 +102,7 @@ class NativeTreeModel(LeanTreeModel):
     def speak_through(self, head: CutHead) -> None:
         """Take another vocabulary head."""
         super().speak_through(head)
+        self.screen = None
         self.decoder = self.decoder.changed(unembed=head.linear)
 
     def size(self, new: int, batch: int) -> int:
@@ -113,9 +118,21 @@ class NativeTreeModel(LeanTreeModel):
         self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor] | None]:
         """Logits of every node [B, N, V], and hidden states at the taps."""
-        logits_BNV, features = self._pass(ids_BN, positions_BN, mask, cache, taps)
+        logits_BNV, features, _ = self._pass(ids_BN, positions_BN, mask, cache, taps)
         assert logits_BNV is not None
         return logits_BNV, list(features.unbind()) if features is not None else None
+
+    def hidden(
+        self, ids_BN: Tensor, positions_BN: Tensor, mask: Any, cache: TreeCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """What enters the vocabulary head, [B, N, D], and hidden states at the taps."""
+        _, features, hidden_BND = self._pass(ids_BN, positions_BN, mask, cache, taps, logits=False, hidden=True)
+        assert hidden_BND is not None
+        return hidden_BND, list(features.unbind()) if features is not None else None
+
+    def new_state(self, cache: TreeCache, lengths: list[int]) -> NativeTreeState:
+        """Sequences in flight whose prompts are in a cache."""
+        return NativeTreeState(self, cache, lengths)
 
     def _pass(
         self,
@@ -125,7 +142,8 @@ class NativeTreeModel(LeanTreeModel):
         cache: TreeCache,
         taps: Sequence[int],
         logits: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        hidden: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         stream_BND = embedded(self.embedding, ids_BN)
         end = cache.start + ids_BN.shape[1]
         attended = Attended(
@@ -135,8 +153,7 @@ class NativeTreeModel(LeanTreeModel):
             start=cache.start,
             held=self._held(cache, stream_BND, end),
         )
-        logits_BNV, features, _ = self.decoder(stream_BND, attended, taps, logits=logits)
-        return logits_BNV, features
+        return self.decoder(stream_BND, attended, taps, logits, hidden)
 
     @inference
     def _feed(self, cache: TreeCache, tokens: Sequence[int], taps: Sequence[int] = ()) -> Tensor:
@@ -147,7 +164,7 @@ class NativeTreeModel(LeanTreeModel):
             start = cache.start = cache.seen
             positions = torch.arange(start, start + len(part))[None]
             seen = {window: seen_in_prompt(len(part), start, window)[None] for window in set(self.windows.values())}
-            _, tapped = self._pass(torch.tensor([list(part)]), positions, seen, cache, taps, logits=False)
+            _, tapped, _ = self._pass(torch.tensor([list(part)]), positions, seen, cache, taps, logits=False)
             features += [] if tapped is None else [tapped[0]]
             cache.seen += len(part)
         return torch.cat(features) if features else torch.empty(0)
@@ -172,6 +189,20 @@ class NativeTreeModel(LeanTreeModel):
     def _rotated(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._rope(like, positions_BN, kind)
         return cos.flatten(0, 2).float().contiguous(), sin.flatten(0, 2).float().contiguous()
+
+
+class NativeTreeState(CachedTreeState):
+    """Sequences in flight of a `NativeTreeModel`."""
+
+    model: NativeTreeModel
+
+    @inference
+    def score(self, tokens: Rows, parents: Rows) -> list[Scores]:
+        """Feed nodes, return the scores of each row; see `Scorer`."""
+        if self.model.screen is None:
+            return [Scores(logits_NV) for logits_NV in self.extend(tokens, parents)]
+        hidden_BND, self.features = self.model.hidden(*self._nodes(tokens, parents), self.cache, self.taps)
+        return Screened(self.model.screen, hidden_BND).rows()
 
 
 def _size(layer: Any) -> tuple[int, int, int]:

@@ -35,18 +35,26 @@ class StreamedDecoder:
         return replace(self, **parts)
 
     def __call__(
-        self, stream_BND: Tensor, attended: Attended, taps: Sequence[int] = (), logits: bool = True
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Logits [B, N, V] and outputs of the tapped layers side by side [B, N, taps * D], as `Decoder` gives them."""
-        logits_BNV, tapped = None, {}
+        self,
+        stream_BND: Tensor,
+        attended: Attended,
+        taps: Sequence[int] = (),
+        logits: bool = True,
+        hidden: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Logits [B, N, V], outputs of the tapped layers side by side [B, N, taps * D], those of the last norm [B, N, D], as
+        `Decoder` gives them."""
+        logits_BNV, hidden_BND, tapped = None, None, {}
         for index, (there, layer) in enumerate(self.layers):
             is_last = index == len(self.layers) - 1
             with there:
                 decoder = self.make([layer()], unembed=self.unembed if is_last and logits else None)
                 held = attended.held.layer(index)
-                logits_BNV, output_BND, _ = decoder(stream_BND, replace(attended, held=held), taps=(0,))
+                logits_BNV, output_BND, hidden_BND = decoder(
+                    stream_BND, replace(attended, held=held), taps=(0,), hidden=hidden and is_last
+                )
             assert output_BND is not None
             if index in taps:
                 tapped[index] = output_BND.clone()  # the next layer writes into what it reads
             stream_BND = output_BND
-        return logits_BNV, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None, None
+        return logits_BNV, torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else None, hidden_BND

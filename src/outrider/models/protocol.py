@@ -6,9 +6,11 @@ The engine and the drafters know these two protocols and no class behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
+
+from outrider.scores import Scores
 
 Rows = Sequence[Sequence[int]]
 
@@ -58,6 +60,22 @@ class Follower(Protocol):
     def follow(self, tokens: Rows) -> Tensor:
         """Feed a chain to every row, at least one token each, and return logits after its last token, [B, V]."""
         ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A `TreeState` that can leave out logits where no more than the highest is asked for."""
+
+    def score(self, tokens: Rows, parents: Rows) -> Sequence[Scores]:
+        """`extend`, with the scores of each row."""
+        ...
+
+
+def scored(state: TreeState, tokens: Rows, parents: Rows) -> Sequence[Scores]:
+    """Feed nodes to a state and return the scores of each row."""
+    if hasattr(state, "score"):
+        return cast(Scorer, state).score(tokens, parents)
+    return [Scores(logits_NV) for logits_NV in state.extend(tokens, parents)]
 
 
 class TreeModel(Protocol):

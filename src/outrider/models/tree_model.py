@@ -108,9 +108,13 @@ class CachedTreeModel:
             features.append(self._feed(cache, prompt, taps))
             caches.append(cache)
         cache = TreeCache.stack(caches, self.new_states(len(prompts)) if self.specs else None)
-        state = CachedTreeState(self, cache, [len(p) for p in prompts])
+        state = self.new_state(cache, [len(p) for p in prompts])
         state.taps, state.features = tuple(taps), features if taps else None
         return state
+
+    def new_state(self, cache: TreeCache, lengths: list[int]) -> CachedTreeState:
+        """Sequences in flight whose prompts are in a cache."""
+        return CachedTreeState(self, cache, lengths)
 
     def new_states(self, batch: int) -> NodeStates | FactorStates:
         """Recurrent states of so many rows."""
@@ -165,6 +169,11 @@ class CachedTreeState:
     @inference
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
         """Feed nodes, return logits [B, N, V]; see `TreeState`."""
+        logits_BNV, self.features = self.model.forward(*self._nodes(tokens, parents), self.cache, self.taps)
+        return logits_BNV[:, : max(map(len, tokens))]
+
+    def _nodes(self, tokens: Rows, parents: Rows) -> tuple[Tensor, Tensor, Any]:
+        """Ids, positions and masks of new nodes."""
         new = max(map(len, tokens))
         size = self.model.size(new, len(tokens))
         base = max(self.lengths)
@@ -179,10 +188,7 @@ class CachedTreeState:
         ids = torch.tensor([[*row, *[0] * (size - len(row))] for row in tokens], device=self.model.device)
         positions = torch.from_numpy(np.array(self.lengths)[:, None] + depths_BM[:, start:end])
         mask = self.model.masks(visible) if visible else None
-        logits_BNV, self.features = self.model.forward(
-            ids, positions.to(self.model.device), mask, self.cache, self.taps
-        )
-        return logits_BNV[:, :new]
+        return ids, positions.to(self.model.device), mask
 
     @inference
     def commit(self, paths: Rows) -> None:

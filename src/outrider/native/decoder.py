@@ -199,6 +199,11 @@ class Decoder:
     def _layout_of(self, weight: Tensor) -> Layout:
         return next((layout for layout in self.layouts if layout.address(weight)), Layout([]))
 
+    @property
+    def head(self) -> LinearStructure:
+        """The vocabulary head as the kernels take it, as long as the decoder is there."""
+        return self._model.unembed
+
     def changed(self, **parts: Any) -> Decoder:
         """The same decoder with other `layers`, another `unembed` ..."""
         return replace(self, **parts)

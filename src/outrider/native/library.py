@@ -25,7 +25,10 @@ SOURCES = (
     "delta.cpp",
     "mixer.cpp",
     "products.cpp",
+    "screen.cpp",
     "sums.cpp",
+    "bounds.h",
+    "highest.h",
     "rows.h",
     "products.h",
     "rounded.h",
@@ -73,9 +76,14 @@ def _load() -> ctypes.CDLL | str:
     found.outrider_move.argtypes = [number, at, at, number, number, number, number, at, number, number]
     found.outrider_best.argtypes = [number, at, *[number] * 4, ctypes.c_float, ctypes.c_float, at, at, at, at]
     found.outrider_hashed.argtypes = [ctypes.c_uint64, number, at]
+    found.outrider_in_bytes.argtypes = [number, at, number, number, at, at, at, at, number]
+    found.outrider_screen_highest.argtypes = [at, at, number, at, at, number]
+    found.outrider_screen_bounds.argtypes = [at, at, number, at, number]
+    found.outrider_screen_drawn.argtypes = [at, at, at, ctypes.c_float, at, at, at, number]
     found.outrider_joined.argtypes = [at, at, number, at, number]
     found.outrider_highest.restype = found.outrider_move.restype = found.outrider_hashed.restype = None
-    found.outrider_product.restype = found.outrider_norm.restype = found.outrider_lay_out.restype = None
+    found.outrider_product.restype = found.outrider_norm.restype = None
+    found.outrider_lay_out.restype = found.outrider_in_bytes.restype = None
     return found
 
 

@@ -21,7 +21,7 @@ from outrider.bench.tasks import Prompt, load_task, parse_tasks
 from outrider.drafters.base import Drafter
 from outrider.drafters.catalog import parts
 from outrider.machine import settle
-from outrider.models.protocol import TreeModel
+from outrider.models.protocol import TreeModel, scored
 from outrider.train.prompts import is_held_out, prompt_text
 from outrider.train.walks import MEMBERS, Walk, Watched, calibration, membership
 from outrider.tree import Shape, parse_shape
@@ -33,12 +33,13 @@ Tell = Callable[[int, int, str], None]
 
 
 def pass_seconds(engine: Engine, ids: list[int], nodes: int, repeats: int = 9) -> float:
-    """Median seconds of a target pass over a chain of `nodes`."""
+    """Median seconds of a target pass over a chain of `nodes`, and of finding what it would write."""
     state = engine.target.begin([ids], room=nodes + repeats + 2)
     seconds = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
-        state.extend([[ids[-1]] * nodes], [list(range(-1, nodes - 1))])
+        scores = scored(state, [[ids[-1]] * nodes], [list(range(-1, nodes - 1))])
+        scores[0].highest(slice(nodes))
         state.commit([[0]])
         settle(engine.model.device)
         seconds.append(time.perf_counter() - start)

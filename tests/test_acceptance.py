@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.tree import TokenTree
-from outrider.verify import ONE_HOT, Law, Verdict, acceptance, residual, verify_coupled
+from outrider.verify import ONE_HOT, Law, Trial, Verdict, acceptance, residual, verify_coupled, verify_mss
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -81,3 +81,24 @@ def test_the_coupled_walk_ends_at_a_leaf_with_a_bonus_token() -> None:
     tree = TokenTree(9)
     leaf = tree.add(tree.add(0, 1), 1)
     assert verify_coupled(tree, lambda node: 1) == Verdict([0, 1, leaf], 1)
+
+
+def test_nobody_is_asked_what_follows_the_end_of_a_text() -> None:
+    """A processor with a grammar has no answer there."""
+    tree = TokenTree(9)
+    end = tree.add(tree.add(0, 5), 3)
+    tree.add(end, 4)
+
+    def pick(node: int) -> int:
+        assert node != end
+        return tree.tokens[node + 1]
+
+    found = verify_coupled(tree, pick, ends={3})
+    assert found.path == [0, 1, end] and found.next_token == 3
+
+    def law(node: int) -> torch.Tensor:
+        return torch.eye(10)[pick(node)]
+
+    trials = {node: [Trial(child) for child in children] for node, children in enumerate(tree.children)}
+    found = verify_mss(tree, trials, law, lambda node, trial: 0.5, lambda node, p_V: int(p_V.argmax()), {3})
+    assert found.path == [0, 1, end]

@@ -89,7 +89,7 @@ class Sequence:
         if self.options.rule == "coupled":
             if self.options.logprobs is not None:
                 scores = Scores(scores.logits_NV)  # they are made anyway
-            return verify_coupled(draft.tree, self.sampler.picker(self.ids, draft.tree, scores))
+            return verify_coupled(draft.tree, self.sampler.picker(self.ids, draft.tree, scores), self.eos)
         tree, sampler, logits_NV = draft.tree, self.sampler, scores.logits_NV
 
         def position(node: int) -> int:
@@ -101,6 +101,7 @@ class Sequence:
             lambda node: sampler.law([*self.ids, *tree.path_tokens(node)[1:]], logits_NV[node]),
             lambda node, trial: sampler.accept_uniform(position(node), trial),
             lambda node, law_V: sampler.draw(position(node), law_V),
+            self.eos,
         )
 
     def emit(self, tree: TokenTree, verdict: Verdict, scores: Scores) -> list[Piece]:

@@ -7,7 +7,7 @@ in draw order against the law they were drawn from, and each rejection leaves th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,12 +87,13 @@ class Draft:
     reading: float = 0.0
 
 
-def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:
+def verify_coupled(tree: TokenTree, pick: Callable[[int], int], ends: Container[int] = frozenset()) -> Verdict:
     """Walk down while a child carries the target's own token.
 
     Args:
         tree: what was drafted.
         pick: the target's token after a node; called once per node of the walked path.
+        ends: tokens behind which there is no text, so that nobody is asked for what would follow; the last token is given twice.
     """
     path = [0]
     while True:
@@ -101,6 +102,8 @@ def verify_coupled(tree: TokenTree, pick: Callable[[int], int]) -> Verdict:
         if child is None:
             return Verdict(path, token)
         path.append(child)
+        if token in ends:
+            return Verdict(path, token)
 
 
 def acceptance(p_V: Tensor, q_V: Tensor, token: int) -> float:
@@ -126,6 +129,7 @@ def verify_mss(
     law: Callable[[int], Tensor],
     uniform: Callable[[int, int], float],
     draw: Callable[[int, Tensor], int],
+    ends: Container[int] = frozenset(),
 ) -> Verdict:
     """Multi-step speculative sampling down the tree.
 
@@ -135,6 +139,7 @@ def verify_mss(
         law: the target's processed law p after a node, float [V].
         uniform: a fresh uniform number in [0, 1) for (node, trial), independent of the drafter's streams.
         draw: a token from a law after a node, from a stream of its own.
+        ends: as of `verify_coupled`.
     """
     path = [0]
     while True:
@@ -145,6 +150,8 @@ def verify_mss(
             q_V = trial.law.probs(token, p_V)
             if uniform(node, number) < acceptance(p_V, q_V, token):
                 path.append(trial.node)
+                if token in ends:
+                    return Verdict(path, token)
                 break
             p_V = residual(p_V, q_V)
         else:

@@ -99,6 +99,26 @@ def test_a_users_processor_and_stopping_rule_are_obeyed() -> None:
     assert plain.shape[1] < len(PROMPT) + 40
 
 
+@pytest.mark.parametrize("shape", ["off", (2, 2, 1)], ids=str)
+def test_a_rows_own_constraint_reaches_it_and_its_drafts(shape: Any) -> None:
+    """Every row was number 0 to `prefix_allowed_tokens_fn`, and a node of the drafter's tree the number of its node."""
+    asked = set()
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        asked.add(row)
+        return list(range(2 + 9 * row, 11 + 9 * row))
+
+    plain, ours = both("llama", batch(), lm("llama"), shape, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(plain, ours)
+    assert asked == set(range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("given", [{"encoder_no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 3.0}], ids=str)
+def test_rules_about_prompts_read_the_rows_own(given: dict[str, Any]) -> None:
+    plain, ours = both("llama", batch(), lm("llama"), **given)
+    assert torch.equal(plain, ours)
+
+
 def test_sampling_follows_the_seed_and_not_the_drafter() -> None:
     model = tiny("llama")
     options = {

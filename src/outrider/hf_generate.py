@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from outrider import noise
@@ -26,18 +31,36 @@ from outrider.sequence import Sequence
 
 
 class _Padded:
-    """A processor that sees the row's left padding in front of the ids, as it does in plain `generate`."""
+    """A processor that sees its row of the batch, with left padding in front of the ids, as it does in plain `generate`."""
 
-    def __init__(self, processor: LogitsProcessor, padding: Tensor, row: int) -> None:
-        self.processor, self.padding = processor, padding
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(ignored, Tensor):  # one number per row of the batch; this copy serves one row
-            mine: Any = copy.copy(processor)
-            mine.prompt_ignore_length = int(ignored[row])
-            self.processor = mine
+    def __init__(self, processor: LogitsProcessor, padding: Tensor, row: int, rows: int) -> None:
+        self.processor, self.padding = _of_row(processor, row, rows), padding
 
     def __call__(self, ids_RL: Tensor, scores_RV: Tensor) -> Tensor:
         return self.processor(torch.cat([self.padding.expand(len(ids_RL), -1), ids_RL], dim=1), scores_RV)
+
+
+def _of_row(processor: Any, row: int, rows: int) -> Any:
+    """The processor, or a copy for one row where it holds something for each row of the batch: the rows that it is given are
+    others, such as nodes of a tree."""
+    own: dict[str, Any] = {}
+    if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), Tensor):
+        own["prompt_ignore_length"] = int(ignored[row])
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        own["_prefix_allowed_tokens_fn"] = lambda _, ids_L: allowed(row, ids_L)
+    if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        prompts = processor.encoder_input_ids
+        prompt = row * len(prompts) // rows  # several rows continue one prompt with `num_return_sequences`
+        own["encoder_input_ids"] = prompts[prompt : prompt + 1]
+    if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        own["generated_ngrams"] = [processor.generated_ngrams[row * processor.batch_size // rows]]
+        own["batch_size"] = 1
+    if not own:
+        return processor
+    copied = copy.copy(processor)
+    vars(copied).update(own)
+    return copied
 
 
 def custom_generate(
@@ -78,7 +101,7 @@ def custom_generate(
         options = Options(
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
             temperature=1.0 if sample else 0.0,  # the prepared processors hold the real temperature
-            logits_processor=[_Padded(p, padding[None], row) for p in logits_processor],
+            logits_processor=[_Padded(p, padding[None], row, len(input_ids)) for p in logits_processor],
             rule=rule,
         )
         prompt = ids[len(padding) :].tolist()

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import outrider
 from families import FAMILIES, tiny
 from helpers import PROMPT, PROMPTS, lm
+from outrider.options import Options
 
 PAD = 0
 
@@ -191,6 +193,25 @@ def test_what_speculation_does_not_give_is_refused(given: dict[str, Any]) -> Non
             **given,
         )
     assert "\n" not in str(refusal.value)
+
+
+def refusal(**given: Any) -> str:
+    """How a call is refused, in one sentence."""
+    inputs = {"max_new_tokens": 4, "pad_token_id": PAD, "drafter": "ngram", **ONE, **given}
+    with pytest.raises(ValueError) as refused:
+        tiny("llama").generate(custom_generate=outrider.custom_generate, **inputs)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_processors_that_remember_are_refused() -> None:
+    """They saw the nodes of trees as if those were the text: guidance kept a cache of rejected drafts."""
+    mark = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=2)
+    assert "guidance_scale" in refusal(guidance_scale=1.5)
+    assert "SynthID" in refusal(watermarking_config=mark, do_sample=True)
+    processor = mark.construct_processor(48, "cpu")
+    with pytest.raises(ValueError, match="remembers"):
+        Options(logits_processor=[processor])
 
 
 def test_several_sequences_of_a_prompt() -> None:

@@ -25,7 +25,7 @@ from outrider import noise
 from outrider.drafters.catalog import make_controller, make_drafter
 from outrider.engine import Run
 from outrider.models.selftest import tree_model
-from outrider.options import LogitsProcessor, Options, fresh_seed
+from outrider.options import LogitsProcessor, Options, fresh_seed, refuse_stateful
 from outrider.sampling import Sampler
 from outrider.sequence import Sequence
 
@@ -88,6 +88,7 @@ def custom_generate(
         ValueError: for generation modes and outputs that speculation does not give.
     """
     _refuse_unsupported(model, generation_config, model_kwargs)
+    refuse_stateful(logits_processor)
     streamer = _callers_streamer()
     target, _ = tree_model(model)
     drafts = make_drafter(drafter, target, None)

@@ -17,6 +17,16 @@ RULES = ("coupled", "mss")
 SMALLEST, LARGEST = 1e-6, 1e9  # beyond these, processed logits leave float32
 DRAFT_SAMPLING = ("auto", "topk", "without_replacement", "iid")
 
+# of transformers' processors those that remember earlier calls, or run a model of their own along with the text
+STATEFUL = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+}
+
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -101,6 +111,7 @@ class Options:
         chain = self.logits_processor
         if not _is_list(chain) or not all(map(callable, chain)):
             raise ValueError(f"logits_processor is {chain!r}; give a list of functions of (input_ids, scores)")
+        refuse_stateful(chain)
 
     def _check_ranges(self) -> None:
         whole = ("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size")
@@ -200,6 +211,20 @@ def options_from(given: Mapping[str, Any]) -> Options:
     if given.get("stop") is None:
         given.pop("stop", None)
     return Options(**given)
+
+
+def refuse_stateful(chain: Sequence[LogitsProcessor]) -> None:
+    """Let only processors through that are functions of their arguments, as far as their names tell.
+
+    Raises:
+        ValueError: for one that wants to see every token once and in order, which drafting does not do.
+    """
+    for processor in chain:
+        for name in STATEFUL & {kind.__name__ for kind in type(processor).__mro__}:
+            raise ValueError(
+                f"{name} remembers earlier calls, and drafts that are rejected would change the text; leave out what needs it "
+                "(guidance_scale, or a SynthID watermarking_config), or use plain generate"
+            )
 
 
 def fresh_seed() -> int:

@@ -214,6 +214,41 @@ def test_processors_that_remember_are_refused() -> None:
         Options(logits_processor=[processor])
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba", "qwen3_next"])
+def test_a_cache_may_be_given_but_must_be_empty(family: str) -> None:
+    model = tiny(family)
+    used = model(ONE["input_ids"], use_cache=True)
+    with pytest.raises(ValueError, match="already holds tokens"):
+        model.generate(
+            **ONE, custom_generate=outrider.custom_generate, drafter="ngram", max_new_tokens=4, cache=used.cache
+        )
+    empty = transformers.DynamicCache(config=model.config)
+    options = {**ONE, "custom_generate": outrider.custom_generate, "drafter": "ngram", "max_new_tokens": 4}
+    assert torch.equal(model.generate(**options, cache=empty), model.generate(**options))
+
+
+def test_positions_must_be_those_of_the_mask() -> None:
+    """Others were ignored without a word."""
+    inputs = batch()
+    counted = inputs["attention_mask"].cumsum(-1) - 1
+    plain, ours = both("llama", {**inputs, "position_ids": counted})
+    assert torch.equal(plain, ours)
+    assert "position_ids" in refusal(**inputs, position_ids=counted + 1)
+    assert "position_ids" in refusal(position_ids=torch.arange(len(PROMPT))[None] * 2)
+    assert "same shape" in refusal(attention_mask=torch.tensor([[0, 1, 1, 1]]))
+
+
+def test_other_ways_to_generate_and_other_inputs_are_refused() -> None:
+    """Plain `generate` asks for `trust_remote_code` here; ours went on and wrote greedily."""
+    assert "contrastive search" in refusal(penalty_alpha=0.6, top_k=4)
+    assert "dola" in refusal(dola_layers="low")
+    assert "beam search" in refusal(force_words_ids=[[[3]]], num_beams=1)
+    with pytest.raises(ValueError, match="token_type_ids"):
+        tiny("gpt2").generate(
+            **ONE, custom_generate=outrider.custom_generate, drafter="ngram", token_type_ids=ONE["input_ids"]
+        )
+
+
 def test_several_sequences_of_a_prompt() -> None:
     """`num_return_sequences` repeats the prompt before our turn: the rows are ordinary rows."""
     out = tiny("llama").generate(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -28,6 +29,8 @@ from outrider.models.selftest import tree_model
 from outrider.options import LogitsProcessor, Options, fresh_seed, refuse_stateful
 from outrider.sampling import Sampler
 from outrider.sequence import Sequence
+
+MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 
 
 class _Padded:
@@ -87,7 +90,7 @@ def custom_generate(
     Raises:
         ValueError: for generation modes and outputs that speculation does not give.
     """
-    _refuse_unsupported(model, generation_config, model_kwargs)
+    _refuse_unsupported(model, generation_config, input_ids, model_kwargs)
     refuse_stateful(logits_processor)
     streamer = _callers_streamer()
     target, _ = tree_model(model)
@@ -158,16 +161,62 @@ class _Criteria:
         return bool(self.criteria(full, None)[0])
 
 
-def _refuse_unsupported(model: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    model: PreTrainedModel, config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what would be ignored and give another text than `generate` does.
+
+    Raises:
+        ValueError: with one sentence.
+    """
     if model.config.is_encoder_decoder:
         raise ValueError("encoder-decoder models are not supported; use a decoder-only model")
-    if config.num_beams > 1:
-        raise ValueError("beam search cannot be speculated losslessly here; use num_beams=1")
+    mode = config.get_generation_mode()
+    if mode not in MODES:
+        raise ValueError(
+            f"{mode.value.replace('_', ' ')} cannot be speculated losslessly here; use num_beams=1 and leave out penalty_alpha, "
+            "dola_layers, force_words_ids and constraints"
+        )
     if "inputs_embeds" in model_kwargs:
         raise ValueError("inputs_embeds are not supported; pass input_ids")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise ValueError(f"{name}=True is not supported with speculation; leave it out, or use plain generate")
+    if any(map(_holds_tokens, getattr(model_kwargs.get("cache"), "layers", ()))):
+        raise ValueError(
+            "a cache that already holds tokens is not supported; leave it out: the whole prompt is read anew"
+        )
+    _refuse_positions(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    for name, value in model_kwargs.items():
+        if isinstance(value, Tensor) and name not in ("attention_mask", "position_ids"):
+            raise ValueError(f"{name} is not supported with speculation; leave it out, or use plain generate")
+
+
+def _holds_tokens(layer: Any) -> bool:
+    """Whether a layer of a cache, attention or recurrent, has read anything."""
+    length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+    return bool(length > 0) or any(getattr(layer, "has_previous_state", {}).values())
+
+
+def _refuse_positions(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> None:
+    """Let only positions through that count the tokens which the mask shows.
+
+    Raises:
+        ValueError: for others, and a mask of another size.
+    """
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask is {[*mask.shape]} and input_ids are {[*input_ids.shape]}; give them the same shape"
+        )
+    if positions is None:
+        return
+    counted_BL = mask.long().cumsum(-1) - 1
+    if positions.shape[-1] != len(input_ids[0]) or not ((positions == counted_BL) | (mask == 0)).all():
+        raise ValueError(
+            "position_ids other than those that the attention mask gives are not supported; leave them out, or use plain generate"
+        )
 
 
 def _padded_output(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> Tensor:

@@ -197,7 +197,7 @@ def test_what_speculation_does_not_give_is_refused(given: dict[str, Any]) -> Non
 
 def refusal(**given: Any) -> str:
     """How a call is refused, in one sentence."""
-    inputs = {"max_new_tokens": 4, "pad_token_id": PAD, "drafter": "ngram", **ONE, **given}
+    inputs = {"max_new_tokens": 4, "pad_token_id": PAD, "drafter": "ngram", **ONE} | given
     with pytest.raises(ValueError) as refused:
         tiny("llama").generate(custom_generate=outrider.custom_generate, **inputs)
     assert "\n" not in str(refused.value)
@@ -236,6 +236,17 @@ def test_positions_must_be_those_of_the_mask() -> None:
     assert "position_ids" in refusal(**inputs, position_ids=counted + 1)
     assert "position_ids" in refusal(position_ids=torch.arange(len(PROMPT))[None] * 2)
     assert "same shape" in refusal(attention_mask=torch.tensor([[0, 1, 1, 1]]))
+
+
+@pytest.mark.parametrize("seed", [1.5, "3", True], ids=repr)
+def test_a_seed_must_be_a_whole_number(seed: Any) -> None:
+    assert "not a whole number" in refusal(seed=seed, do_sample=True, **batch())
+
+
+def test_a_row_without_tokens_is_refused() -> None:
+    assert "row 1 has no tokens" in refusal(
+        input_ids=torch.tensor([[3, 4], [PAD, PAD]]), attention_mask=torch.tensor([[1, 1], [0, 0]])
+    )
 
 
 def test_other_ways_to_generate_and_other_inputs_are_refused() -> None:

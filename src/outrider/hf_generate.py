@@ -107,8 +107,13 @@ def custom_generate(
             temperature=1.0 if sample else 0.0,  # the prepared processors hold the real temperature
             logits_processor=[_Padded(p, padding[None], row, len(input_ids)) for p in logits_processor],
             rule=rule,
+            seed=row_seed,
         )
         prompt = ids[len(padding) :].tolist()
+        if not prompt:
+            raise ValueError(
+                f"row {row} has no tokens to continue, or its attention_mask hides them all; give it at least one"
+            )
         sampler = Sampler(options, row_seed, len(prompt), frozenset(), target.vocab, model.device)
         limit = target.context or len(prompt) + options.max_new_tokens
         if len(prompt) + options.max_new_tokens > limit:

@@ -217,7 +217,7 @@ class Oracle(OracleDrafter):
     written: ClassVar[dict[Any, list[int]]] = {}
 
     def _write(self, ids: list[int], sampler: Sampler, count: int) -> list[int]:
-        key = (id(self.target), tuple(ids), repr(sampler.options), sampler.seed, count)
+        key = (id(self.target), tuple(ids), repr(sampler.options), sampler.seed, sampler.eos, count)
         if key not in self.written:
             self.written[key] = super()._write(ids, sampler, count)
         return self.written[key]

@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
-from families import tiny
-from helpers import NEW, PROMPT, engine, oracle
+from families import VOCAB, tiny
+from helpers import NEW, PROMPT, engine, expected, oracle, target_of
 from outrider.api import Engine
+from outrider.drafters.oracle import OracleDrafter
+from outrider.options import Options
+from outrider.sampling import Sampler
 
 DEEP = ["llama", "gemma3", "qwen3_next", "mamba"]
 
@@ -69,3 +72,19 @@ def test_the_oracle_is_what_other_tests_take_it_for() -> None:
     half = engine("llama", "half").generate(list(PROMPT), shape=1, max_new_tokens=200).stats.acceptance_rate
     assert 0.3 < half < 0.7
     assert engine("llama", "none").generate(list(PROMPT), shape=3, max_new_tokens=NEW).stats.drafted == 0
+
+
+def test_the_oracle_writes_no_further_than_the_text() -> None:
+    """Behind the end a grammar's processor has no answer, and may raise."""
+    text = expected("llama")
+    end = next(token for at, token in enumerate(text) if at >= 2 and token not in text[:at])
+
+    def grammar(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert end not in ids[0, len(PROMPT) :], "asked behind the end"
+        return scores
+
+    for room, last in ((NEW, end), (1, text[0])):
+        options = Options(max_new_tokens=room, logits_processor=[grammar])
+        sampler = Sampler(options, 0, len(PROMPT), frozenset([end]), VOCAB)
+        (written,) = OracleDrafter(target_of("llama"), 1.0).begin([PROMPT], [sampler], room).texts
+        assert written == [*PROMPT, *text[: text.index(last) + 1]]

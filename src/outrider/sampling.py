@@ -123,6 +123,7 @@ class Sampler:
                     f"token id {token} is outside the vocabulary of {vocab}; check logit_bias and bad_words_ids"
                 )
         self.options, self.seed, self.vocab, self.device = options, seed, vocab, torch.device(device)
+        self.eos = eos
         self.greedy = options.temperature == 0
         self.processors = build_processors(options, prompt_length, eos, str(device))
         self.warpers = build_warpers(options)

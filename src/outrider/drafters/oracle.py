@@ -50,6 +50,8 @@ class OracleDrafter:
             logits_V = state.extend([ids[-1:]], [[-1]])[0, 0]
             state.commit([[0]])
             ids.append(sampler.pick(ids, logits_V))
+            if ids[-1] in sampler.eos:  # behind it nothing is asked for, and a grammar's processor knows no next token
+                break
         return ids
 
 

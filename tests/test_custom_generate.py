@@ -11,6 +11,8 @@ import transformers
 import outrider
 from families import FAMILIES, tiny
 from helpers import PROMPT, PROMPTS, lm
+from outrider import hf_generate
+from outrider.engine import Run
 from outrider.options import Options
 
 PAD = 0
@@ -119,6 +121,17 @@ def test_a_rows_own_constraint_reaches_it_and_its_drafts(shape: Any) -> None:
 def test_rules_about_prompts_read_the_rows_own(given: dict[str, Any]) -> None:
     plain, ours = both("llama", batch(), lm("llama"), **given)
     assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("end", [25, [25, 18, 30]], ids=str)
+def test_rows_and_their_drafters_know_what_ends_a_text(end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else drafts and verification go on behind the end, where a grammar's processor may raise."""
+    runs: list[Run] = []
+    monkeypatch.setattr(hf_generate, "Run", lambda *given: runs.append(Run(*given)) or runs[-1])
+    plain, ours = both("llama", batch(), "oracle:0.8", eos_token_id=end)
+    assert torch.equal(plain, ours)
+    for row in runs[0].sequences:
+        assert row.eos == row.sampler.eos == set([end] if isinstance(end, int) else end)
 
 
 def test_sampling_follows_the_seed_and_not_the_drafter() -> None:

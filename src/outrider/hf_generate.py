@@ -98,6 +98,8 @@ def custom_generate(
     sample = bool(generation_config.do_sample)
     first_seed = seed if seed is not None else fresh_seed() if sample else 0
     mask = model_kwargs.get("attention_mask")
+    ends = getattr(generation_config, "_eos_token_tensor", None)  # what the prepared stopping criteria end the text at
+    eos = frozenset() if ends is None else frozenset(ends.flatten().tolist())
     sequences = []
     for row, ids in enumerate(input_ids):
         padding = ids[: _left_padding(mask[row])] if mask is not None else ids[:0]
@@ -114,11 +116,11 @@ def custom_generate(
             raise ValueError(
                 f"row {row} has no tokens to continue, or its attention_mask hides them all; give it at least one"
             )
-        sampler = Sampler(options, row_seed, len(prompt), frozenset(), target.vocab, model.device)
+        sampler = Sampler(options, row_seed, len(prompt), eos, target.vocab, model.device)
         limit = target.context or len(prompt) + options.max_new_tokens
         if len(prompt) + options.max_new_tokens > limit:
             warnings.warn(f"the text will end at the model's context of {limit} tokens", RuntimeWarning, stacklevel=2)
-        sequence = Sequence(row, prompt, sampler, options, frozenset(), limit, None)
+        sequence = Sequence(row, prompt, sampler, options, eos, limit, None)
         sequence.stop_when = _Criteria(stopping_criteria, padding)
         sequences.append(sequence)
     for piece in Run(target, drafts, make_controller(shape, drafts), sequences).pieces():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ import outrider
 from families import FAMILIES, tiny
 from helpers import PROMPT, PROMPTS, lm
 from outrider import hf_generate
+from outrider.controller import Fixed
+from outrider.counterfactual import Counterfactual
 from outrider.engine import Run
 from outrider.options import Options
 
@@ -123,15 +128,62 @@ def test_rules_about_prompts_read_the_rows_own(given: dict[str, Any]) -> None:
     assert torch.equal(plain, ours)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """All runs from now on."""
+    runs: list[Run] = []
+    monkeypatch.setattr(hf_generate, "Run", lambda *given: runs.append(Run(*given)) or runs[-1])
+    return runs
+
+
 @pytest.mark.parametrize("end", [25, [25, 18, 30]], ids=str)
 def test_rows_and_their_drafters_know_what_ends_a_text(end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else drafts and verification go on behind the end, where a grammar's processor may raise."""
-    runs: list[Run] = []
-    monkeypatch.setattr(hf_generate, "Run", lambda *given: runs.append(Run(*given)) or runs[-1])
+    runs = watched(monkeypatch)
     plain, ours = both("llama", batch(), "oracle:0.8", eos_token_id=end)
     assert torch.equal(plain, ours)
     for row in runs[0].sequences:
         assert row.eos == row.sampler.eos == set([end] if isinstance(end, int) else end)
+
+
+def test_under_mss_no_shape_depends_on_a_clock_where_a_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text depends on the shape there, and a seed must give one text; shapes that grow best first are for other rules."""
+    runs = watched(monkeypatch)
+    options = {"custom_generate": outrider.custom_generate, "max_new_tokens": 24, "do_sample": True, "rule": "mss"}
+    for drafter, seed in ((lm("llama", 1), 3), (lm("llama", 1), None), ("self:1", 3), ("self:1", None)):
+        tiny("llama").generate(**ONE, **options, drafter=drafter, seed=seed)
+        if seed is not None:
+            assert isinstance(runs[-1].controller, Fixed)
+        else:
+            assert isinstance(runs[-1].controller, Counterfactual)
+            assert not any(arm.budget for arm in runs[-1].controller.arms)
+
+
+def test_a_named_drafter_and_what_was_learned_stay_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights were read and packed in every call, and every call began to learn from nothing."""
+    runs, model = watched(monkeypatch), copy.deepcopy(tiny("llama"))
+
+    def write(one: Any, drafter: Any) -> Run:
+        options = {**ONE, "max_new_tokens": 8, "do_sample": False}
+        ours = one.generate(**options, custom_generate=outrider.custom_generate, drafter=drafter)
+        assert torch.equal(ours, one.generate(**options))
+        return runs[-1]
+
+    first, again = write(model, "self:1"), write(model, "self:1")
+    assert again.drafter is first.drafter and again.controller is first.controller
+    for parameter in model.parameters():
+        parameter.data.mul_(0.6)
+    changed = write(model, "self:1")
+    assert changed.drafter is first.drafter and changed.controller is not first.controller
+    assert write(copy.deepcopy(model), "self:1").drafter is not first.drafter
+    for name in ("ngram", "off", "oracle:0.5", "oracle:0.6", "oracle:0.7"):
+        write(model, name)
+    assert write(model, "self:1").drafter is not first.drafter
+    assert len(vars(model)["_outrider_engines"].known) == hf_generate.MOST_ENGINES
+    gone = weakref.ref(model)
+    del model, first, again, changed
+    runs.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_sampling_follows_the_seed_and_not_the_drafter() -> None:

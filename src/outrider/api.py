@@ -217,7 +217,7 @@ class Engine:
 
         return pieces()
 
-    def _refresh(self) -> None:
+    def follow(self) -> None:
         """Follow changes of the models' weights, hooks or dtype since the last call."""
         self._find_target()
         refresh(self.drafter, self.target)
@@ -237,7 +237,7 @@ class Engine:
     def _run(
         self, prompts: list[Any], shape: Any, chat: bool, seed: int | list[int] | None, given: dict[str, Any]
     ) -> tuple[Run, list[int]]:
-        self._refresh()
+        self.follow()
         seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one per prompt")
@@ -282,11 +282,15 @@ class Engine:
             **({"memory": str(streamed)} if (streamed := streaming(self.model)) else {}),
         }
 
-    def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
-        """Of a run that has ended; what its controller learned is kept."""
+    def remember(self) -> None:
+        """Keep what controllers learned, where enough is new."""
         for tuned in [*self._tuned.values()]:
             if tuned.experience is not None:
                 tuned.experience.keep()
+
+    def _results(self, run: Run, seeds: list[int], single: bool) -> Any:
+        """Of a run that has ended; what its controller learned is kept."""
+        self.remember()
         results = [_result(s, used) for s, used in zip(run.sequences, seeds)]
         return results[0] if single else results
 

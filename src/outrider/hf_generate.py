@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from outrider import noise
-from outrider.drafters.catalog import make_controller, make_drafter
+from outrider.api import Engine
 from outrider.engine import Run
-from outrider.models.selftest import tree_model
 from outrider.options import LogitsProcessor, Options, fresh_seed, refuse_stateful
 from outrider.sampling import Sampler
 from outrider.sequence import Sequence
 
+MOST_ENGINES = 4  # drafters that are kept for one model
 MODES = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION
 
 
@@ -82,7 +83,8 @@ def custom_generate(
     """Continue `input_ids` [B, L] as `generate` would, with speculation.
 
     Args:
-        drafter, shape, rule, seed: as in `outrider.load` and `Engine.generate`.
+        drafter, shape, rule, seed: as in `outrider.load` and `Engine.generate`. What a drafter's name stands for is made once and
+            stays with the model, as does what controllers learn about it: the last four names, whose files are not read again.
 
     Returns:
         Token ids [B, L + new], padded on the right.
@@ -93,9 +95,15 @@ def custom_generate(
     _refuse_unsupported(model, generation_config, input_ids, model_kwargs)
     refuse_stateful(logits_processor)
     streamer = _callers_streamer()
-    target, _ = tree_model(model)
-    drafts = make_drafter(drafter, target, None)
+    engine = _engine(model, drafter)
+    target = engine.target
     sample = bool(generation_config.do_sample)
+    asked = Options(
+        max_new_tokens=generation_config.max_length - input_ids.shape[1],
+        temperature=1.0 if sample else 0.0,  # the prepared processors hold the real temperature
+        rule=rule,
+        seed=seed,
+    )
     first_seed = seed if seed is not None else fresh_seed() if sample else 0
     mask = model_kwargs.get("attention_mask")
     ends = getattr(generation_config, "_eos_token_tensor", None)  # what the prepared stopping criteria end the text at
@@ -104,13 +112,8 @@ def custom_generate(
     for row, ids in enumerate(input_ids):
         padding = ids[: _left_padding(mask[row])] if mask is not None else ids[:0]
         row_seed = first_seed if row == 0 else noise.mix(first_seed, row)
-        options = Options(
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
-            temperature=1.0 if sample else 0.0,  # the prepared processors hold the real temperature
-            logits_processor=[_Padded(p, padding[None], row, len(input_ids)) for p in logits_processor],
-            rule=rule,
-            seed=row_seed,
-        )
+        chain = [_Padded(p, padding[None], row, len(input_ids)) for p in logits_processor]
+        options = replace(asked, logits_processor=chain, seed=row_seed)
         prompt = ids[len(padding) :].tolist()
         if not prompt:
             raise ValueError(
@@ -123,13 +126,39 @@ def custom_generate(
         sequence = Sequence(row, prompt, sampler, options, eos, limit, None)
         sequence.stop_when = _Criteria(stopping_criteria, padding)
         sequences.append(sequence)
-    for piece in Run(target, drafts, make_controller(shape, drafts), sequences).pieces():
+    for piece in Run(target, engine.drafter, engine.controller(shape, asked), sequences).pieces():
         if streamer is not None:
             streamer.put(torch.tensor([piece.token]))
+    engine.remember()
     if streamer is not None:
         streamer.end()
     out = _padded_output(input_ids, [s.new_ids for s in sequences], generation_config)
     return GenerateDecoderOnlyOutput(sequences=out) if generation_config.return_dict_in_generate else out
+
+
+class _Engines:
+    """Engines of one model by what their drafters were named by, and by where and in which dtype the model was."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Engine] = {}
+
+    def __reduce__(self) -> Any:
+        return _Engines, ()  # a copy of the model is another model
+
+
+def _engine(model: PreTrainedModel, drafter: Any) -> Engine:
+    """Drafter and controllers; those of a named drafter stay with the model from call to call."""
+    if not isinstance(drafter, str):
+        return Engine(model, None, type(model).__name__, drafter)
+    engines = vars(model).setdefault("_outrider_engines", _Engines())  # on the model, so that all are freed together
+    key = drafter, model.dtype, model.device
+    engine = engines.known.pop(key, None)
+    if engine is None or engine.model is not model:
+        engine = Engine(model, None, type(model).__name__, drafter)
+    else:
+        engine.follow()
+    engines.known = dict([*engines.known.items()][1 - MOST_ENGINES :]) | {key: engine}
+    return engine
 
 
 def _left_padding(mask: Tensor) -> int:

@@ -282,6 +282,10 @@ def test_do_sample_is_understood_as_transformers_does() -> None:
     assert options_from({"do_sample": True}).temperature == 1.0
     assert options_from({"do_sample": True, "temperature": 0.4}).temperature == 0.4
     assert options_from({"do_sample": False, "temperature": 0.4}).temperature == 0.0
+    assert options_from({"do_sample": None, "temperature": 0.4}).temperature == 0.4
+    assert options_from({"do_sample": True, "temperature": None}).temperature == 1.0
+    with pytest.raises(ValueError, match="contradicts temperature 0"):
+        options_from({"do_sample": True, "temperature": 0.0})
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -191,12 +191,13 @@ def options_from(given: Mapping[str, Any]) -> Options:
     """
     known = {f.name for f in fields(Options)}
     given = dict(given)
-    if "do_sample" in given:
-        sample = given.pop("do_sample")
-        if sample and not given.get("temperature"):
-            given["temperature"] = 1.0
-        if not sample:
-            given["temperature"] = 0.0
+    sample = given.pop("do_sample", None)  # None is not given
+    if sample and given.get("temperature") is None:
+        given["temperature"] = 1.0
+    elif sample and given["temperature"] == 0:
+        raise ValueError("do_sample=True contradicts temperature 0, which is greedy; leave one of them out")
+    elif sample is not None and not sample:
+        given["temperature"] = 0.0
     if given.get("stop_strings") and given.get("stop"):
         raise ValueError("stop and stop_strings are two names of one option; give one of them")
     if "stop_strings" in given:  # transformers' name

@@ -286,6 +286,8 @@ def _count(number: int) -> int:
 
 
 def _parse_text(text: str) -> Shape:
+    if re.search(r"[\d.]\s+[\d.]", text):
+        raise ValueError(f"shape {text!r} has a space within a number; write '3x2x2', '(3, 2, 2)' or 'chain5'")
     word = re.sub(r"\s", "", text.lower())
     if match := re.fullmatch(
         r"([^@+~]+)(?:@(?=[\d./])(\d?\.\d{1,6})?(?:/(\d{1,4}(?:\.\d\d?)?))?)?(?:\+(\d?\.\d{1,6}))?(?:~(\d{1,6}))?", word
@@ -293,7 +295,11 @@ def _parse_text(text: str) -> Shape:
         word, least, within, enough, reach = match.groups()
         if least or within or enough or reach:
             numbers = float(least or 0), int(reach or 0), float(within or math.inf), float(enough or 0)
-            return _parse_text(word).adapting(*numbers)
+            if not (shape := _parse_text(word)).levels:
+                raise ValueError(
+                    f"shape {text!r} has nothing that could end early or go far; write 'off', or 'chain1~15'"
+                )
+            return shape.adapting(*numbers)
     if word in ("off", "", "()", "0"):
         return OFF
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):

@@ -185,6 +185,19 @@ def test_a_graph_that_forgets_is_found_at_load() -> None:
     assert not isinstance(found, GraphedTreeModel) and "logits are off" in why
 
 
+def test_a_graph_that_gives_no_numbers_is_found_at_load() -> None:
+    """NaN was not more than the limit."""
+
+    class Damaged(Recorded):
+        def __call__(self) -> Outputs:
+            outputs = super().__call__()
+            (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).fill_(float("nan"))
+            return outputs
+
+    found, why = graphed(LeanTreeModel(tiny("llama")), 1e-4, Damaged)
+    assert not isinstance(found, GraphedTreeModel) and "off by inf" in why
+
+
 def test_the_first_layers_have_graphs_of_their_own() -> None:
     model = with_graphs("llama")
     rounds(model)

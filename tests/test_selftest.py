@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from families import FAMILIES, tiny
-from helpers import NEW, OPTIONS, PROMPT, PROMPTS, SHAPES, assert_same_tensors, expected, lm, run
+from helpers import NEW, OPTIONS, PROMPT, PROMPTS, SHAPES, assert_same_tensors, expected, lm, run, target_of
 from outrider.api import Engine
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.oracle import OracleDrafter
@@ -182,6 +183,27 @@ def test_damaged_weights_are_refused_at_load(family: str) -> None:
     with pytest.raises(ValueError, match="not finite") as refusal:
         Engine(model, None, family, "ngram")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_way_that_gives_no_numbers_does_not_pass(part: int) -> None:
+    """NaN is neither more nor less than a limit, and `max` drops it where it does not come first."""
+    target = target_of("llama")
+
+    class Damaged:
+        def begin(self, *given: Any, **more: Any) -> Any:
+            state, rounds = target.begin(*given, **more), itertools.count()
+            extend = state.extend
+
+            def damaged(*given: Any) -> torch.Tensor:
+                logits_BNV = extend(*given).clone()
+                logits_BNV[0, 2, 5] += float("nan") if next(rounds) == part else 0.0
+                return logits_BNV
+
+            state.extend = damaged
+            return state
+
+    assert tree_error(Damaged(), Plain(tiny("llama"))) == float("inf")
 
 
 # -- each way -----------------------------------------------------------------------------------------------------------

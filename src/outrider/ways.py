@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.cache.factor_states import LayerStates
 from outrider.cache.nodes import Nodes
 from outrider.cache.pending import Pending
+from outrider.deviation import deviation
 from outrider.mixers import samples, twins
 from outrider.mixers.samples import Size
 
@@ -69,7 +70,7 @@ def difference(rule: str, size: Size, device: torch.device) -> str:
         except Exception as e:  # compilers and drivers have their own kinds
             return f"the {form} kernel fails: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}"[:200]
         for got, right in zip(found, wanted):
-            error = float((got - right).abs().max() / right.abs().max())
-            if not error <= TOLERANCE:
+            error = deviation(got, right)
+            if error > TOLERANCE:
                 return f"the {form} kernel is off by {error:.1e} (limit {TOLERANCE:.0e})"
     return ""

@@ -23,6 +23,7 @@ import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
+from ..deviation import deviation
 from ..paths import cache_dir, exclusive
 from .catalog import Alias
 from .fetch import fetch_package, open_member
@@ -216,7 +217,7 @@ def _compare(model: Any, tokenizer: Any, clean: Path) -> None:
         if again(text).input_ids != ids[0].tolist():
             raise ValueError("its tokenizer gives other tokens after saving")
         logits = model(ids).logits
-        if (saved(ids).logits - logits).abs().max() > BF16_ROUNDING * logits.abs().max():
+        if deviation(saved(ids).logits, logits) > BF16_ROUNDING:
             raise ValueError("its logits changed when it was saved")
 
 

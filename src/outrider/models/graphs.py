@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.cache.attention import AttentionLayer
 from outrider.cache.tree_cache import TreeCache
+from outrider.deviation import deviation
 from outrider.models.attention import folded
 from outrider.models.lean import LeanTreeModel
 
@@ -191,7 +192,7 @@ def _apart(fast: LeanTreeModel, lean: LeanTreeModel, length: int) -> float:
     states, found = [model.begin([tokens[:length]], 6) for model in (fast, lean)], 0.0
     for at in (length, length + 3):
         ours, wanted = (state.extend([tokens[at : at + 3]], [[-1, 0, 0]]).float() for state in states)
-        found = max(found, float((ours - wanted).abs().max() / wanted.abs().max()))
+        found = max(found, deviation(ours, wanted))
         for state in states:
             state.commit([[0, 2]])
     return found

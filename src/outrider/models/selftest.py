@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from outrider.deviation import deviation
 from outrider.models.factor_model import FactorTreeModel
 from outrider.models.fallback import RecomputeTreeModel, StepwiseTreeModel
 from outrider.models.graphs import graphed
@@ -181,8 +182,7 @@ def tree_error(candidate: Any, plain: Plain) -> float:
 
 
 def _apart(logits_NV: torch.Tensor, expected: list[torch.Tensor]) -> float:
-    pairs = zip(logits_NV.float(), expected)
-    return max(float((got_V - true_V).abs().max() / true_V.abs().max()) for got_V, true_V in pairs)
+    return max(deviation(got_V, true_V) for got_V, true_V in zip(logits_NV.float(), expected))
 
 
 def _allow_chunks(candidate: Any, plain: Plain, limit: float) -> bool:

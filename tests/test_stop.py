@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from families import tiny
 from helpers import DRAFTERS, NEW, PROMPT, PROMPTS, engine, expected
@@ -137,6 +138,33 @@ def test_special_tokens_are_left_out_or_kept() -> None:
     toy = Bytes([b"a", b"<s>"], special=(1,))
     assert "".join(feed(TextStream(toy, [], []), [0, 1, 0])) == "aa"
     assert "".join(feed(TextStream(toy, [], [], skip_special_tokens=False), [0, 1, 0])) == "a<s>a"
+
+
+class Marked(Bytes):
+    """A tokenizer that tells of its special tokens as transformers' do."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return {i: AddedToken(self.tokens[i].decode(), special=True) for i in self.special}
+
+
+def test_a_special_token_that_is_left_out_of_the_text_can_be_a_stop_string() -> None:
+    """It was looked for in the text, where it never is."""
+    tokenizer = Marked([b"a", b"b", b"<end>", b"<pad>", "é".encode()[:1]], special=(2, 3))
+    for skip in (True, False):
+        stream = TextStream(tokenizer, [0], ["<end>"], skip)
+        for token in (0, 3, 1, 4, 2):
+            assert not stream.stopped
+            stream.push(token)
+        assert stream.stopped
+        assert stream.text == ("ab\ufffd" if skip else "a<pad>b\ufffd")
+    with pytest.raises(ValueError, match="stop at '<end>' alone"):
+        TextStream(tokenizer, [0], ["b<end>"])
+    assert TextStream(tokenizer, [0], ["b<end>"], skip_special_tokens=False).stop
+    early = TextStream(tokenizer, [0], ["b", "<end>"])
+    for token in (0, 1):
+        early.push(token)
+    assert early.stopped and early.text == "a"
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:

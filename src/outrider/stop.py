@@ -7,7 +7,7 @@ held back. The pieces of a sequence join to exactly its text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Decoder(Protocol):
@@ -33,6 +33,7 @@ class TextStream:
         if stop and tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; stop on token ids instead")
         self.tokenizer, self.stop, self.skip = tokenizer, tuple(stop), skip_special_tokens
+        self.ends = _special_ends(tokenizer, self.stop) if self.stop and self.skip else set()
         # `ids[start:read]` is text already given out, kept as context for what follows.
         self.ids, self.start, self.read = list(context), 0, len(context)
         self.text, self.given, self.stopped = "", 0, False
@@ -45,7 +46,8 @@ class TextStream:
         """Take one more token. Afterwards `stopped` tells whether a stop string is complete; `text` then ends before it."""
         self.ids.append(token)
         if self.tokenizer is not None:
-            self._grow(final=False)
+            self._grow(final=token in self.ends)
+            self.stopped = self.stopped or token in self.ends
 
     def _grow(self, final: bool) -> None:
         before = self._decode(self.ids[self.start : self.read])
@@ -80,3 +82,22 @@ class TextStream:
             if any(string.startswith(self.text[-length:]) for string in self.stop):
                 return length
         return 0
+
+
+def _special_ends(tokenizer: Any, stop: tuple[str, ...]) -> set[int]:
+    """Special tokens that stop strings name. They are left out of the text, where nobody would find them.
+
+    Raises:
+        ValueError: for a stop string that is one only in part.
+    """
+    ends = set()
+    for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        for string in stop if added.special else ():
+            if string == added.content:
+                ends.add(token)
+            elif added.content in string:
+                raise ValueError(
+                    f"stop {string!r} holds the special token {added.content!r}, which is left out of the text; stop at "
+                    f"{added.content!r} alone, or give skip_special_tokens=False"
+                )
+    return ends

@@ -299,6 +299,14 @@ def assert_same_tensors(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tens
         assert float((one - other).abs().max()) <= limit * max(float(other.abs().max()), 1e-3)
 
 
+def ancestor_sets(parents: Sequence[int]) -> list[list[int]]:
+    """For every node the list of its ancestors and itself, in order of depth."""
+    ancestors: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        ancestors.append([*(ancestors[parent] if parent >= 0 else []), node])
+    return ancestors
+
+
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from families import VOCAB, tiny
-from helpers import PROMPT, PROMPTS, expected, run
+from helpers import PROMPT, PROMPTS, ancestor_sets, expected, run
 from outrider.api import Engine
 from outrider.drafters.folder import load_drafter, save_mamba
 from outrider.drafters.lm import LMDrafter
@@ -23,7 +23,6 @@ from outrider.train.batches import make_batch
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.students import MambaStudent, new_mamba
-from outrider.tree import ancestor_sets
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 5]
 DRAFTED = VOCAB - 8

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import ancestor_sets
 from outrider.cache.factors import Factors, MixerSizes
 from outrider.cache.nodes import window_slots
 from outrider.cache.pending import Pending
 from outrider.mixers import short_conv, ssd
 from outrider.models.mamba_mixer import MambaMixer
 from outrider.models.scans import PromptScan, TreeScan, scan_sequence
-from outrider.tree import ancestor_sets
 
 ROWS, TOKENS, HEADS, SIZE, STATE = 2, 23, 3, 4, 5
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 6, 5]  # bushy, and fed in several calls

@@ -16,7 +16,7 @@ from outrider.api import Engine
 from outrider.controller import Controller, Fixed
 from outrider.counterfactual import Counterfactual
 from outrider.rounds import Round, Walked, walked
-from outrider.stopping import BINS, Calibration, Going, levels_of, stops
+from outrider.stopping import BINS, Calibration, Going, stops
 from outrider.tree import Shape, TokenTree, parse_shape
 from outrider.verify import Draft, Verdict
 
@@ -168,16 +168,12 @@ def test_branches_end_later_than_levels_and_both_sooner_for_many_rows() -> None:
     assert many.least > one.least and many.enough > one.enough
 
 
-def test_levels_of_other_shapes_are_those_of_the_round_as_far_as_it_went() -> None:
+def test_levels_follow_as_often_as_they_followed() -> None:
     going = Going()
-    stopped = Walked((0,), 1, False, 3, False, 3, True)
     for _ in range(200):
-        going.see(stopped)
+        going.see(Walked((0,), 1, False, 3, False, 3, True))
     chances = going.chances()
     assert chances[0] > 0.95 and chances[2] < 0.1
-    assert levels_of(2, stopped, chances) == 2 and levels_of(6, stopped, chances) == 3
-    assert 3 < levels_of(6, replace(stopped, stopped=False), chances) < 3.3
-    assert levels_of(6, Walked((), 1, False, 6, True), chances) == 6
 
 
 def test_a_walk_tells_levels_feeds_and_beliefs() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.cache.attention import additive_mask, visibility
 from outrider.cache.pending import Pending
-from outrider.tree import MAX_NODES, OFF, Shape, TokenTree, ancestor_sets, best_first, from_paths, parse_shape, uniform
+from outrider.tree import MAX_NODES, OFF, Shape, TokenTree, best_first, from_paths, parse_shape, uniform
 
 
 @st.composite
@@ -50,7 +50,6 @@ def test_a_tree_knows_its_paths_depths_and_children(parents: list[int], tokens: 
         for token in range(4):
             same = [child for child in tree.children[node] if tokens[child] == token]
             assert tree.child(node, token) == (same[0] if same else None)
-    assert ancestor_sets(parents) == [climb(parents, node) for node in range(len(parents))]
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=12))

@@ -30,7 +30,6 @@ from outrider.options import LogitsProcessor, Options
 from outrider.scores import Scores
 from outrider.tree import TokenTree
 
-NEGATIVE_INFINITY = float("-inf")
 FARTHEST = 16  # positions of a round whose noise is kept
 
 

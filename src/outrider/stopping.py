@@ -107,26 +107,6 @@ class Going:
         return self.table.rates([self.table.pooled(1.0, ON_WEIGHT * unit)] * DEPTHS, LEAN * unit)
 
 
-def levels_of(depth: int, row: Walked, going: Sequence[float]) -> float:
-    """Levels that a shape of this depth would have drafted in a round.
-
-    Args:
-        going: what `Going.chances` says.
-    """
-    if row.levels is None or depth <= row.levels:
-        return depth
-    return row.levels if row.stopped else row.levels + levels_behind(row.levels, depth, going)
-
-
-def levels_behind(level: int, depth: int, going: Sequence[float]) -> float:
-    """Levels expected behind one that was drafted, in a shape of this depth."""
-    total, chance = 0.0, 1.0
-    for place in range(level - 1, depth - 1):
-        chance *= going[min(place, DEPTHS - 1)]
-        total += chance
-    return total
-
-
 @dataclass(frozen=True)
 class Stops:
     """Path probabilities below which branches end, and below which, added up, a level is left out."""

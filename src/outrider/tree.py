@@ -74,14 +74,6 @@ class TokenTree:
         return len(self.tokens) - 1
 
 
-def ancestor_sets(parents: Sequence[int]) -> list[list[int]]:
-    """For every node the list of its ancestors and itself, in order of depth."""
-    ancestors: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        ancestors.append([*(ancestors[parent] if parent >= 0 else []), node])
-    return ancestors
-
-
 @dataclass(frozen=True)
 class Shape:
     """How a drafter grows its tree.

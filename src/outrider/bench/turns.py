@@ -33,7 +33,6 @@ FEW = 5  # rounds of a kind that are too few to call one of them stalled
 TOGETHER = 8  # rows whose passes are alike
 RESAMPLED, INSIDE = 1000, 0.95  # how often for an interval, and how much of that is inside
 Clock = Callable[[], float]
-Tell = Callable[[int, int, str], None]
 
 # ---- writing in turns ------------------------------------------------------------------------------------------------
 

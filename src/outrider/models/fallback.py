@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from transformers import PreTrainedModel
 from outrider.cache.pending import Pending
 from outrider.models.protocol import Rows
 from outrider.models.tree_model import Unsupported, context_length
-
-Step = Callable[[Any, list[int]], tuple[Tensor, Any]]
-"""(state after a prefix, tokens of the whole sequence) -> (logits of the last token [V], state)."""
 
 
 class _PathModel(ABC):

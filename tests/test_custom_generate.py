@@ -145,6 +145,19 @@ def test_rows_and_their_drafters_know_what_ends_a_text(end: Any, monkeypatch: py
         assert row.eos == row.sampler.eos == set([end] if isinstance(end, int) else end)
 
 
+def test_nobody_is_asked_what_follows_the_end() -> None:
+    """A grammar has no answer there."""
+
+    def grammar(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert not (ids[:, len(PROMPT) :] == 25).any(), "asked behind the end"
+        return scores
+
+    for drafter in ("oracle:1", "ngram"):
+        given = {"logits_processor": transformers.LogitsProcessorList([grammar]), "eos_token_id": 25}
+        plain, ours = both("llama", ONE, drafter, shape=5, **given)
+        assert torch.equal(plain, ours) and plain[0, -1] == 25
+
+
 def test_under_mss_no_shape_depends_on_a_clock_where_a_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text depends on the shape there, and a seed must give one text; shapes that grow best first are for other rules."""
     runs = watched(monkeypatch)

@@ -50,6 +50,8 @@ def boost(
         raise ValueError(f"boosting makes 2 drafters or more, not {drafters}; for one use `outrider distil`")
     if threshold is not None and threshold <= 1:
         raise ValueError(f"threshold is {threshold:g}; every drafter emits 1 token a pass or more, so give more than 1")
+    if any(mark in str(out) for mark in "+>"):
+        raise ValueError(f"{out} cannot be named as one drafter of several, which + and > join; give another folder")
     check_data(engine, data)
     found, _ = load_examples(engine, data, plan, tell)
     known, left = [], list(range(len(found)))

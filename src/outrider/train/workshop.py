@@ -221,9 +221,9 @@ def train(
 
 def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -> float:
     """Tokens a pass of the finished drafter in the engine: chains of 5, greedy, over held-out prompts."""
-    from outrider.drafters.catalog import make_drafter
+    from outrider.drafters.catalog import drafter_in
 
-    drafter = make_drafter(str(folder), engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
+    drafter = drafter_in(folder, engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
     emitted = rounds = 0
     with engine.drafting(drafter):
         for example in held[:: max(1, len(held) // MEASURED)][:MEASURED]:

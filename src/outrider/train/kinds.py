@@ -127,8 +127,10 @@ def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSet
     if isinstance(module, FeatureHead) and plan.kind == "head" and module.config.taps == taps:
         if module.config.core == plan.core:
             return HeadStudent(engine, module)
-        size = len(module.draft_ids)
-        return HeadStudent(engine, graft(new_head(engine, found, taps, size, settings.seed, plan.core), module))
+        size, old = len(module.draft_ids), module.config
+        sizes = {"window": old.window, "neurons": old.ffn, "state": old.ssm_state}
+        fresh = new_head(engine, found, taps, size, settings.seed, plan.core, **sizes)
+        return HeadStudent(engine, graft(fresh, module))
     raise ValueError(f"{folder} holds another drafter than the one asked for; start from one of the same kind and taps")
 
 

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
+from safetensors.torch import load_file
+
 from outrider.api import Engine
+from outrider.train import data as data_module
+from outrider.train.data import make_data
+from outrider.train.distil import DistilSettings
 from outrider.train.features import examples
-from outrider.train.workshop import make_held_out, measured_acceptance
-from workshop_fixtures import TRAINING, fail
+from outrider.train.kinds import Plan
+from outrider.train.workshop import distil, make_held_out, measured_acceptance
+from workshop_fixtures import TRAINING, Killed, fail, kill_at, succeed
 
 pytest_plugins = ["workshop_fixtures"]
 pytestmark = pytest.mark.usefixtures("small")
@@ -37,3 +43,52 @@ def test_the_drafter_that_is_measured_is_the_one_in_the_folder(
 def test_boosted_drafters_have_names_that_can_be_joined(target: Path, data: Path, tmp_path: Path) -> None:
     for name in ("a+b", "a>b"):
         assert "join" in fail("boost", "--target", target, "--data", data, "--out", tmp_path / name, *TRAINING)
+
+
+# ---- refusals leave nothing behind -----------------------------------------------------------------------------------
+
+
+def test_a_refused_distil_leaves_its_folder_to_the_corrected_command(
+    target: Path, data: Path, head: Path, tmp_path: Path
+) -> None:
+    to = ("distil", "--target", target, "--data", data, "--out", tmp_path / "o", *TRAINING)
+    assert "another drafter" in fail(*to, "--kind", "mamba", "--init", head)
+    succeed(*to, "--kind", "head", "--init", head)
+
+
+def test_a_refused_prune_leaves_its_folder_to_the_corrected_command(target: Path, tmp_path: Path) -> None:
+    to = ("prune", "--target", target, "--out", tmp_path / "o", "--no-finetune", "--dtype", "fp32")
+    assert "cannot be kept" in fail(*to, "--layers", 9)
+    succeed(*to, "--layers", 1)
+
+
+def test_refused_data_leaves_its_folder_to_the_corrected_command(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that were asked with another seed are asked anew."""
+    asked = list[int]()
+
+    def nothing_new(engine: Engine, number: int, seed: int) -> list[str]:
+        asked.append(seed)
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_module, "self_asked", nothing_new)
+        for seed in (0, 1):
+            with pytest.raises(ValueError, match="nothing new"):
+                make_data(engine, tmp_path / "o", sources=("self",), seed=seed, max_new_tokens=8)
+    assert len(set(asked)) == 2
+    made = make_data(engine, tmp_path / "o", tokens=20, sources=("templates",), max_new_tokens=8)
+    assert made >= 20
+    with pytest.raises(ValueError, match="another seed"):
+        make_data(engine, tmp_path / "o", tokens=20, sources=("templates",), max_new_tokens=8, seed=2)
+
+
+def test_a_run_goes_on_with_the_draft_vocabulary_that_it_began_with(engine: Engine, data: Path, tmp_path: Path) -> None:
+    plan, run = Plan("mamba", layers=1), tmp_path / "out" / "run"
+    options: dict[str, Any] = {"every": 60, "tell": kill_at(1, "seconds of training")}
+    with pytest.raises(Killed):
+        distil(engine, data, tmp_path / "out", plan, DistilSettings(minutes=1, draft_vocab=60), **options)
+    assert len(load_file(run / "draft_ids.safetensors")["draft_ids"]) == 60
+    with pytest.raises(ValueError, match="of 60 tokens, not 70"):
+        distil(engine, data, tmp_path / "out", plan, DistilSettings(minutes=1, draft_vocab=70), **options)

@@ -140,17 +140,20 @@ def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[st
 
 
 def claim_data(out: Path, settings: DataSettings) -> None:
-    """Make the folder ours, or check that it is."""
+    """Make the folder ours, or check that it is. One without answers yet may be made with other settings."""
     about = out / "data.json"
     if about.exists():
         known = json.loads(about.read_text())
         mine = json.loads(json.dumps(asdict(settings)))
         differ = [key for key in mine if key != "tokens" and known.get(key) != mine[key]]
-        if differ:
+        if differ and shard_files(out):
             raise ValueError(
                 f"{out} holds data made with another {differ[0]} ({known.get(differ[0])}); continue with that, or give "
                 "another folder"
             )
+        if {"fingerprint", "seed"} & set(differ):
+            for asked in out.glob("asked-*.json"):
+                asked.unlink()
     elif out.exists() and any(item.name != "data.part" for item in out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no data set; give another folder")
     out.mkdir(parents=True, exist_ok=True)

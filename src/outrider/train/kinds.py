@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from outrider.drafters.small_lm import DRAFT_IDS
 from outrider.models.feature_head import FeatureHead
 from outrider.models.files import save_atomically
 from outrider.models.mamba_drafter import MambaBlocks
@@ -62,7 +63,7 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
     """An untrained student.
 
     Args:
-        run: folder that remembers the draft vocabulary, which must not change when a run goes on with more data.
+        run: folder that may remember the draft vocabulary, which must not change when a run goes on with more data.
 
     Raises:
         ValueError: for an unknown kind, or a target that it cannot learn from.
@@ -89,12 +90,28 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
 
 
 def _draft_ids(engine: Engine, found: list[Example], count: int, run: Path) -> torch.Tensor:
-    """The most frequent tokens, chosen when a run begins."""
-    path = run / "draft_ids.safetensors"
+    """The most frequent tokens, or those that were when the run began.
+
+    Raises:
+        ValueError: when these were not as many.
+    """
+    vocab, path = engine.model.config.get_text_config().vocab_size, run / DRAFT_IDS
+    count = min(count, vocab)
     if not path.exists():
-        vocab = engine.model.config.get_text_config().vocab_size
-        save_atomically({"draft_ids": frequent_tokens(found, min(count, vocab), vocab)}, path)
-    return load_file(path)["draft_ids"]
+        return frequent_tokens(found, count, vocab)
+    ids = load_file(path)["draft_ids"]
+    if len(ids) != count:
+        raise ValueError(
+            f"the run in {run} began with a draft vocabulary of {len(ids)} tokens, not {count}; continue with "
+            f"--draft-vocab {len(ids)}, or give another folder"
+        )
+    return ids
+
+
+def keep_draft_ids(student: Student, run: Path) -> None:
+    """Remember the draft vocabulary of a run that begins."""
+    if not (run / DRAFT_IDS).exists():
+        save_atomically({"draft_ids": student.draft_ids}, run / DRAFT_IDS)
 
 
 def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, ids: torch.Tensor) -> Student:

@@ -22,7 +22,7 @@ from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example, compute_features, examples
-from outrider.train.kinds import Plan, default_taps, make_student, save_student
+from outrider.train.kinds import Plan, default_taps, keep_draft_ids, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
 from outrider.train.prune import TEXTS, prune
@@ -128,9 +128,10 @@ def distil(
             f"{data} gives {answered} answer tokens to learn from, too little for a drafter; make at least "
             f"{FEWEST_ANSWER_TOKENS}, better a million, with `outrider data --tokens ...`"
         )
-    claim(out, asdict(plan), engine)
     student = make_student(engine, plan, chosen, settings, out / "run")
     check_laws(engine, student, held[0])
+    claim(out, asdict(plan), engine)  # only now: what was refused leaves the folder to the command that is right
+    keep_draft_ids(student, out / "run")
     trainer = Trainer(student, settings, out / "run")
     train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
     sharpness, agreement = best_sharpness(student, held)
@@ -269,8 +270,9 @@ def _card(plan: Plan, known: dict[str, Any]) -> str:
 def make_table_folder(engine: Engine, data: Path, out: Path, fewest: int = 2) -> dict[str, Any]:
     """Count a data set into a drafter folder; returns what is known about it."""
     check_data(engine, data)
-    claim(out, {"kind": "table", "fewest": fewest}, engine)
+    claim(out, {"kind": "table", "fewest": fewest}, engine, write=False)
     answers = read_answers(data)
+    claim(out, {"kind": "table", "fewest": fewest}, engine)
     contexts = make_table(answers, out / "model.safetensors", fewest)
     tokens = sum(len(answer.ids) - answer.prompt_length for answer in answers)
     known = about(engine, data, kind="table", contexts=contexts, answer_tokens=tokens)
@@ -300,10 +302,12 @@ def prune_folder(
     if data is not None:
         check_data(engine, data)
     place = out if settings is None else out / "run" / "pruned"
-    claim(place, {"layers": layers, "width": width}, engine)
+    making = {"layers": layers, "width": width}
+    claim(place, making, engine, write=False)
     if not (place / "config.json").exists():
         texts = [answer.ids for answer in read_answers(data)] if data is not None else []
         small = prune(engine, layers, width, texts[:: max(1, len(texts) // TEXTS)], tell)
+        claim(place, making, engine)
         elimination([r.layer for r in small.removed], [r.divergence for r in small.removed], out / "importance.png")
         facts = {
             "kind": "llama, pruned",

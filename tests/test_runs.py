@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
+import torch
 from safetensors.torch import load_file
 
 from outrider.api import Engine
+from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
 from outrider.train.data import make_data
 from outrider.train.distil import DistilSettings
-from outrider.train.features import examples
-from outrider.train.kinds import Plan
+from outrider.train.features import compute_features, examples
+from outrider.train.kinds import Plan, make_student
+from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
+from outrider.train.students import frequent_tokens
 from outrider.train.workshop import distil, make_held_out, measured_acceptance
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, succeed
 
@@ -92,3 +95,18 @@ def test_a_run_goes_on_with_the_draft_vocabulary_that_it_began_with(engine: Engi
     assert len(load_file(run / "draft_ids.safetensors")["draft_ids"]) == 60
     with pytest.raises(ValueError, match="of 60 tokens, not 70"):
         distil(engine, data, tmp_path / "out", plan, DistilSettings(minutes=1, draft_vocab=70), **options)
+
+
+# ---- drafters to start from ------------------------------------------------------------------------------------------
+
+
+def test_a_transformer_keeps_its_draft_vocabulary_unless_told(engine: Engine, data: Path, tmp_path: Path) -> None:
+    first, about = tmp_path / "first", {"fingerprint": fingerprint(engine.model)}
+    ids = torch.arange(3, 63)
+    save_llama(LlamaStudent(engine, new_llama(engine, 1, 0), ids), first, engine, about, "")
+    compute_features(engine, data, (1,))
+    plan, found = Plan("llama", init=str(first)), examples(data, (1,))
+    kept = make_student(engine, plan, found, DistilSettings(minutes=1), tmp_path)
+    assert torch.equal(kept.draft_ids, ids)
+    told = make_student(engine, plan, found, DistilSettings(minutes=1, draft_vocab=50), tmp_path)
+    assert torch.equal(told.draft_ids, frequent_tokens(found, 50, engine.target.vocab))

@@ -75,7 +75,11 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
         )
     if plan.init is not None and plan.kind in ("head", "mamba"):
         return _known(engine, plan, found, settings, run)
-    ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
+    known = Path(plan.init or "") / DRAFT_IDS
+    if plan.init is not None and settings.draft_vocab is None and known.exists():
+        ids = load_file(known)["draft_ids"].long()
+    else:
+        ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
     if plan.kind == "head":
         return _head(engine, plan, found, settings, ids)
     if plan.kind == "mamba":

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outrider.api import Engine
+from outrider.drafters.folder import save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
 from outrider.train.data import make_data
-from outrider.train.distil import DistilSettings
+from outrider.train.distil import DistilSettings, Trainer, read_checkpoint
 from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan, make_student
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
-from outrider.train.students import frequent_tokens
+from outrider.train.students import MambaStudent, frequent_tokens, new_mamba
 from outrider.train.workshop import distil, make_held_out, measured_acceptance
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, succeed
 
@@ -110,3 +114,62 @@ def test_a_transformer_keeps_its_draft_vocabulary_unless_told(engine: Engine, da
     assert torch.equal(kept.draft_ids, ids)
     told = make_student(engine, plan, found, DistilSettings(minutes=1, draft_vocab=50), tmp_path)
     assert torch.equal(told.draft_ids, frequent_tokens(found, 50, engine.target.vocab))
+
+
+# ---- whole files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(engine: Engine, data: Path, tmp_path: Path) -> Callable[..., Trainer]:
+    """Makes trainers of one small Mamba, which go on from the same checkpoint."""
+
+    def make(**settings: Any) -> Trainer:
+        student = MambaStudent(engine, new_mamba(engine, [], 50, 0, layers=1))
+        return Trainer(student, DistilSettings(minutes=1, **settings), tmp_path)
+
+    return make
+
+
+def test_weights_and_clock_of_a_checkpoint_belong_together(
+    trainer: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trainer()
+    first.updates = 7
+    first.save()
+    first.updates = 8
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(Killed))
+        with pytest.raises(ValueError, match="cannot be written"):
+            first.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.safetensors"] and trainer().updates == 7
+
+
+def test_checkpoints_of_two_files_are_still_read(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    first = trainer()
+    first.updates = 7
+    first.save()
+    tensors, state = read_checkpoint(tmp_path / "checkpoint.safetensors")
+    save_file(tensors, tmp_path / "checkpoint.safetensors")
+    (tmp_path / "checkpoint.json").write_text(json.dumps(state))
+    second = trainer()
+    assert second.updates == 7
+    second.save()
+    assert not (tmp_path / "checkpoint.json").exists() and trainer().updates == 7
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_drafters_folder_with_a_configuration_is_whole(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    written, replace = iter(range(99)), os.replace
+
+    def killed_at(*paths: Any) -> None:
+        if next(written) == count:
+            raise Killed
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", killed_at)
+    with pytest.raises(Killed):
+        save_mamba(new_mamba(engine, [], 50, 0, layers=1), tmp_path, {}, "a card")
+    assert "config.json" not in {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "README.md").exists() == (count == 2)

@@ -7,11 +7,11 @@ length; the next learns from what is not marked. `OUT/1`, `OUT/2` ... are drafte
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.models.files import write_atomically
 from outrider.train.distil import DistilSettings, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.kinds import Plan
@@ -99,7 +99,5 @@ def _left(
     kept = [index for index, drop in zip(candidates, marked) if not drop]
     if not kept:
         raise ValueError(f"all answers have an acceptance length of {threshold:g} or more; raise --threshold")
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(kept))
-    os.replace(partial, path)
+    write_atomically(json.dumps(kept), path)
     return kept

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from outrider.models.files import save_atomically
+from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.features import Recorder, feature_file
 from outrider.train.more_prompts import functions, sums
@@ -154,12 +153,10 @@ def claim_data(out: Path, settings: DataSettings) -> None:
         if {"fingerprint", "seed"} & set(differ):
             for asked in out.glob("asked-*.json"):
                 asked.unlink()
-    elif out.exists() and any(item.name != "data.part" for item in out.iterdir()):
+    elif out.exists() and any(item.suffix != ".part" for item in out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no data set; give another folder")
     out.mkdir(parents=True, exist_ok=True)
-    partial = about.with_suffix(".part")
-    partial.write_text(json.dumps(asdict(settings), indent=1))
-    os.replace(partial, about)
+    write_atomically(json.dumps(asdict(settings), indent=1), about)
 
 
 def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
@@ -169,9 +166,7 @@ def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
     for number in itertools.count():
         path = out / f"asked-{number:05d}.json"
         if not path.exists():
-            partial = path.with_suffix(".part")
-            partial.write_text(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)))
-            os.replace(partial, path)
+            write_atomically(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)), path)
         new = [text for text in json.loads(path.read_text()) if text not in seen]
         seen.update(new)
         yield from new

@@ -10,14 +10,15 @@ Shapes: T tokens, C draft vocabulary, R written positions.
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -108,10 +109,9 @@ class Trainer:
         path = self.out / "checkpoint.safetensors"
         if not path.exists():
             return
-        state = json.loads((self.out / "checkpoint.json").read_text())
+        tensors, state = read_checkpoint(path)
         if asdict(DistilSettings()) | state["settings"] != asdict(self.settings):
             raise ValueError(f"{self.out} holds a run with other settings; give another folder, or the same settings")
-        tensors = load_file(path)
         self.module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         for number, optimizer in enumerate(self.optimizers):
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
@@ -131,12 +131,10 @@ class Trainer:
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{number}.{place}.{key}"] = _kept(torch.as_tensor(value))
-        save_atomically(tensors, self.out / "checkpoint.safetensors")
         names = ("seconds", "tokens", "updates", "passes", "curve")
         state = {name: getattr(self, name) for name in names} | {"settings": asdict(self.settings)}
-        partial = self.out / "checkpoint.json.part"
-        partial.write_text(json.dumps(state))
-        os.replace(partial, self.out / "checkpoint.json")
+        save_atomically(tensors, self.out / "checkpoint.safetensors", {"state": json.dumps(state)})
+        (self.out / "checkpoint.json").unlink(missing_ok=True)  # of an older version
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -211,6 +209,13 @@ class Trainer:
         losses_K = head_loss(outs_KRD, student.cut_CD, student.laws(batch), LOSSES[self.settings.loss])
         weights_K = 0.9 ** torch.arange(len(losses_K), device=losses_K.device)
         return (losses_K * weights_K).sum() / weights_K.sum()
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and optimiser state, and the clock. In one file, so that they belong together; older versions wrote two."""
+    with safe_open(path, "pt") as file:
+        told: dict[str, str] = file.metadata() or {}
+    return load_file(path), json.loads(told["state"] if "state" in told else path.with_suffix(".json").read_text())
 
 
 def _kept(tensor: Tensor) -> Tensor:

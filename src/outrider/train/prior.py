@@ -15,6 +15,7 @@ from outrider.clocks import Clocks
 from outrider.drafters.catalog import learned_arms, parts
 from outrider.drafters.folder import PRIOR, read_priors
 from outrider.knowledge import Knowledge, to_data
+from outrider.models.files import write_atomically
 from outrider.rounds import Round
 from outrider.tree import OFF, Shape, parse_shape
 
@@ -82,7 +83,7 @@ def keep_prior(engine: Engine, prior: dict[str, Any]) -> Path:
     if not folders:
         raise ValueError(f"drafter {engine.drafter.name!r} has no folder to keep a prior in; name one that was trained")
     path: Path = folders[-1] / PRIOR
-    path.write_text(json.dumps(read_priors(folders[-1]) | {engine.drafter.name: prior}) + "\n")
+    write_atomically(json.dumps(read_priors(folders[-1]) | {engine.drafter.name: prior}) + "\n", path)
     return path
 
 

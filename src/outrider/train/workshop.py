@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from outrider.models.files import save_atomically
+from outrider.drafters.folder import write_card
+from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
@@ -83,7 +84,8 @@ def claim(out: Path, making: dict[str, Any], engine: Engine, write: bool = True)
     if not write:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(making, indent=1) + "\n")
+    if not path.exists():
+        write_atomically(json.dumps(making, indent=1) + "\n", path)
 
 
 def distil(
@@ -279,8 +281,7 @@ def make_table_folder(engine: Engine, data: Path, out: Path, fewest: int = 2) ->
     text = (
         "An n-gram table of what the target tends to write: after the last one to five tokens, the likeliest next ones."
     )
-    (out / "README.md").write_text(card(f"A table for {engine.name}", text, known))
-    (out / "config.json").write_text(json.dumps({"drafter": "table", **known}, indent=1) + "\n")
+    write_card(out, card(f"A table for {engine.name}", text, known), {"drafter": "table", **known})
     return known
 
 

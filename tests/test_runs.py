@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from outrider.api import Engine
 from outrider.drafters.folder import save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
+from outrider.train import distil as distil_module
+from outrider.train.batches import make_batch
 from outrider.train.data import make_data
 from outrider.train.distil import DistilSettings, Trainer, read_checkpoint
 from outrider.train.features import compute_features, examples
@@ -173,3 +176,21 @@ def test_a_drafters_folder_with_a_configuration_is_whole(
         save_mamba(new_mamba(engine, [], 50, 0, layers=1), tmp_path, {}, "a card")
     assert "config.json" not in {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "README.md").exists() == (count == 2)
+
+
+def test_a_pass_that_goes_on_does_not_begin_with_what_it_has_learnt(
+    trainer: Callable[..., Trainer], data: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_features(engine, data, (1,))
+    found, orders = examples(data, (1,)), list[list[int]]()
+
+    def heard(examples: Any, tokens: int, rng: random.Random, prompts: bool) -> Any:
+        orders.append(rng.sample(range(len(found)), len(found)))
+        return iter([make_batch(found[:1])] * 2)
+
+    monkeypatch.setattr(distil_module, "batches", heard)
+    for _ in range(2):
+        one = trainer()
+        with pytest.raises(Killed):
+            one.train(lambda: found, lambda: {"acceptance_length": 1.0}, kill_at(1, "acceptance"), every=0.0)
+    assert orders[0] != orders[1]

@@ -157,7 +157,8 @@ class Trainer:
         """
         budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
         while self.seconds < budget and not self.stalled(patience):
-            order = random.Random(self.settings.seed + self.passes)
+            # a pass that goes on after a kill has another order: it should not begin with what it has learnt already
+            order = random.Random(f"{self.settings.seed} {self.passes} {self.updates}")
             for batch in batches(examples(), self.settings.batch_tokens, order, self.settings.prompts):
                 start = time.perf_counter()
                 loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan, make_student
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
 from outrider.train.students import MambaStudent, frequent_tokens, new_mamba
-from outrider.train.workshop import distil, make_held_out, measured_acceptance
+from outrider.train.workshop import claim, distil, make_held_out, measured_acceptance
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, succeed
 
 pytest_plugins = ["workshop_fixtures"]
@@ -194,3 +195,20 @@ def test_a_pass_that_goes_on_does_not_begin_with_what_it_has_learnt(
         with pytest.raises(Killed):
             one.train(lambda: found, lambda: {"acceptance_length": 1.0}, kill_at(1, "acceptance"), every=0.0)
     assert orders[0] != orders[1]
+
+
+def test_settings_that_differ_are_named_with_what_they_were(trainer: Callable[..., Trainer]) -> None:
+    trainer(rate=1e-3, loss="tv").save()
+    with pytest.raises(ValueError, match=r"\(loss tv, rate 0.001\)"):
+        trainer()
+    trainer(rate=1e-3, loss="tv")
+
+
+def test_a_drafter_to_start_from_may_be_called_by_another_path(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    claim(tmp_path / "out", asdict(Plan(init="first")), engine)
+    claim(tmp_path / "out", asdict(Plan(init=str(tmp_path / "first"))), engine)
+    with pytest.raises(ValueError, match="another init"):
+        claim(tmp_path / "out", asdict(Plan(init="second")), engine)

@@ -69,10 +69,10 @@ def claim(out: Path, making: dict[str, Any], engine: Engine, write: bool = True)
     Raises:
         ValueError: when it holds something else.
     """
-    making = {**json.loads(json.dumps(making)), "fingerprint": fingerprint(engine.model)}
+    making = _resolved({**json.loads(json.dumps(making)), "fingerprint": fingerprint(engine.model)})
     path = out / "run" / "run.json"
     if path.exists():
-        known = json.loads(path.read_text())
+        known = _resolved(json.loads(path.read_text()))
         differ = [name for name in {**known, **making} if known.get(name) != making.get(name)]
         if differ:
             raise ValueError(
@@ -86,6 +86,11 @@ def claim(out: Path, making: dict[str, Any], engine: Engine, write: bool = True)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         write_atomically(json.dumps(making, indent=1) + "\n", path)
+
+
+def _resolved(making: dict[str, Any]) -> dict[str, Any]:
+    """The same with whole paths: a folder may be called by several names."""
+    return making | {"init": str(Path(making["init"]).resolve())} if making.get("init") else making
 
 
 def distil(

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.api import Engine
+from outrider.cli_options import plan_from, settings_from
 from outrider.drafters.folder import save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
@@ -212,3 +213,22 @@ def test_a_drafter_to_start_from_may_be_called_by_another_path(
     claim(tmp_path / "out", asdict(Plan(init=str(tmp_path / "first"))), engine)
     with pytest.raises(ValueError, match="another init"):
         claim(tmp_path / "out", asdict(Plan(init="second")), engine)
+
+
+@pytest.mark.parametrize("command", ["distil", "boost"])
+@pytest.mark.parametrize("kind", ["mamba", "llama"])
+@pytest.mark.parametrize("option", [("--core", "attention"), ("--taps", "0,1"), ("--steps", 4), ("--ramp", 0.6)])
+def test_options_of_heads_are_refused_for_other_kinds(
+    target: Path, data: Path, tmp_path: Path, command: str, kind: str, option: tuple[str, object]
+) -> None:
+    to = (command, "--target", target, "--data", data, "--out", tmp_path / "o", "--kind", kind, *TRAINING)
+    assert f"{option[0]} say" in fail(*to, *option)
+
+
+def test_a_head_has_attention_and_four_steps_that_grow_unless_told() -> None:
+    given: tuple[Any, ...] = ("kl", 2e-3, None, 2048, 0)
+    settings = settings_from("head", 1.0, None, None, *given)
+    assert (settings.steps, settings.ramp) == (4, 0.6)
+    settings = settings_from("head", 1.0, 2, 0.0, *given)
+    assert (settings.steps, settings.ramp) == (2, 0.0)
+    assert plan_from("head", None, "", None, None, "").core == "attention"

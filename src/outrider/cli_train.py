@@ -141,10 +141,10 @@ def distil(
     data: Data,
     out: Out,
     kind: Kind = "head",
-    core: Core = "attention",
+    core: Core = None,
     minutes: Minutes = 60.0,
-    steps: Steps = 4,
-    ramp: Ramp = 0.6,
+    steps: Steps = None,
+    ramp: Ramp = None,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",
@@ -214,9 +214,9 @@ def prune(
     if finetune and data is None:
         raise ValueError("fine-tuning needs --data; give a data set, or --no-finetune")
     settings = (
-        settings_from("llama", minutes, 1, 0.0, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
+        settings_from("llama", minutes, None, None, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
     )
-    plan = plan_from("llama", "attention", "", None, None, held_out)
+    plan = plan_from("llama", None, "", None, None, held_out)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("prune", quiet=json) as tell:
         known = prune_folder(
@@ -252,8 +252,8 @@ def linearize(
 
     settings = None
     if minutes:
-        settings = settings_from("llama", minutes, 1, 0.0, loss, rate, "1", batch_tokens, seed)
-    tasks = plan_from("llama", "attention", "", None, None, held_out).held_out
+        settings = settings_from("llama", minutes, None, None, loss, rate, "1", batch_tokens, seed)
+    tasks = plan_from("llama", None, "", None, None, held_out).held_out
     plan = LinearPlan(layers, parse_count(tokens, "--tokens"), tasks, attention)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("linearize", quiet=json) as tell:
@@ -274,7 +274,7 @@ def boost(
         int, typer.Option(help="How many; each learns from what those before it do not reproduce.")
     ] = 2,
     kind: Kind = "head",
-    core: Core = "attention",
+    core: Core = None,
     threshold: Annotated[
         float | None,
         typer.Option(
@@ -282,8 +282,8 @@ def boost(
         ),
     ] = None,
     minutes: Minutes = 60.0,
-    steps: Steps = 4,
-    ramp: Ramp = 0.6,
+    steps: Steps = None,
+    ramp: Ramp = None,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",

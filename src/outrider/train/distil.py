@@ -111,10 +111,14 @@ class Trainer:
             return
         tensors, state = read_checkpoint(path)
         known, asked = asdict(DistilSettings()) | state["settings"], asdict(self.settings)
-        differ = [name for name in known if known[name] != asked.get(name) and not (name == "ramp" and asked["steps"] == 1)]
+        differ = [
+            name for name in known if known[name] != asked.get(name) and not (name == "ramp" and asked["steps"] == 1)
+        ]
         if differ:
             old = ", ".join(f"{name.replace('_', ' ')} {known[name]}" for name in differ)
-            raise ValueError(f"{self.out} holds a run with other settings ({old}); continue with these, or give another folder")
+            raise ValueError(
+                f"{self.out} holds a run with other settings ({old}); continue with these, or give another folder"
+            )
         self.module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         for number, optimizer in enumerate(self.optimizers):
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):

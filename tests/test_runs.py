@@ -16,17 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from outrider.api import Engine
 from outrider.cli_options import plan_from, settings_from
-from outrider.drafters.folder import save_mamba
+from outrider.drafters.folder import save_head, save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
 from outrider.train import distil as distil_module
+from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
 from outrider.train.data import make_data
 from outrider.train.distil import DistilSettings, Trainer, read_checkpoint
 from outrider.train.features import compute_features, examples
-from outrider.train.kinds import Plan, make_student
+from outrider.train.kinds import Plan, check_plan, make_student
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
-from outrider.train.students import MambaStudent, frequent_tokens, new_mamba
+from outrider.train.students import MambaStudent, frequent_tokens, new_head, new_mamba
 from outrider.train.workshop import claim, distil, make_held_out, measured_acceptance
 from workshop_fixtures import TRAINING, Killed, fail, kill_at, succeed
 
@@ -232,3 +233,22 @@ def test_a_head_has_attention_and_four_steps_that_grow_unless_told() -> None:
     settings = settings_from("head", 1.0, 2, 0.0, *given)
     assert (settings.steps, settings.ramp) == (2, 0.0)
     assert plan_from("head", None, "", None, None, "").core == "attention"
+
+
+def test_what_needs_no_hidden_states_is_refused_before_they_are_computed(
+    target: Path, data: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = list[int]()
+    monkeypatch.setattr(workshop_module, "compute_features", lambda *given: computed.append(1))
+    (tmp_path / "file").write_text("")
+    for command in ("distil", "boost"):
+        to = (command, "--target", target, "--data", data, *TRAINING, "--out")
+        assert "cannot be written" in fail(*to, tmp_path / "file" / "o")
+        assert "another drafter" in fail(*to, tmp_path / "o", "--kind", "mamba", "--init", head)
+        assert "another drafter" in fail(*to, tmp_path / "o", "--taps", "1", "--init", head)
+    assert not computed
+
+
+def test_a_head_is_trained_on_with_its_own_taps(engine: Engine, tmp_path: Path) -> None:
+    save_head(new_head(engine, [], (1,), 50, 0), tmp_path, {"fingerprint": fingerprint(engine.model)}, "")
+    assert check_plan(engine, Plan(init=str(tmp_path))).taps == (1,)

@@ -28,6 +28,17 @@ def write_atomically(text: str, path: Path) -> None:
     _replace(path, lambda partial: partial.write_text(text))
 
 
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written.
+
+    Raises:
+        ValueError: in that case.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"{folder} cannot be written; give another folder, or the right to")
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_suffix(f".{os.getpid()}.part")
     try:

@@ -16,7 +16,7 @@ from outrider.train.distil import DistilSettings, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.kinds import Plan
 from outrider.train.students import Student
-from outrider.train.workshop import Tell, check_data, distil, load_examples, silent
+from outrider.train.workshop import Tell, check_run, distil, load_examples, silent
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -52,8 +52,7 @@ def boost(
         raise ValueError(f"threshold is {threshold:g}; every drafter emits 1 token a pass or more, so give more than 1")
     if any(mark in str(out) for mark in "+>"):
         raise ValueError(f"{out} cannot be named as one drafter of several, which + and > join; give another folder")
-    check_data(engine, data)
-    found, _ = load_examples(engine, data, plan, tell)
+    found, _ = load_examples(engine, data, check_run(engine, data, out / "1", plan), tell)
     known, left = [], list(range(len(found)))
     for number in range(1, drafters + 1):
 

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.drafters.folder import write_card
-from outrider.models.files import save_atomically, write_atomically
+from outrider.models.files import check_writable, save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
 from outrider.train.features import Example, compute_features, examples
-from outrider.train.kinds import Plan, default_taps, keep_draft_ids, make_student, save_student
+from outrider.train.kinds import Plan, check_plan, default_taps, keep_draft_ids, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
 from outrider.train.prune import TEXTS, prune
@@ -116,12 +116,7 @@ def distil(
     Raises:
         ValueError: when data, folder or target do not fit, or training fails.
     """
-    check_data(engine, data)
-    claim(out, asdict(plan), engine, write=False)
-    if plan.init is not None and not (Path(plan.init) / "config.json").is_file():
-        raise ValueError(
-            f"{plan.init} holds nothing to start from; give a drafter's folder, or what `outrider prune --no-finetune` writes"
-        )
+    asked, plan = plan, check_run(engine, data, out, plan)
     found, held = load_examples(engine, data, plan, tell)
     chosen = found if chosen is None else chosen
     taps = plan_taps(engine, plan)
@@ -137,7 +132,7 @@ def distil(
         )
     student = make_student(engine, plan, chosen, settings, out / "run")
     check_laws(engine, student, held[0])
-    claim(out, asdict(plan), engine)  # only now: what was refused leaves the folder to the command that is right
+    claim(out, asdict(asked), engine)  # only now: what was refused leaves the folder to the command that is right
     keep_draft_ids(student, out / "run")
     trainer = Trainer(student, settings, out / "run")
     train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
@@ -148,6 +143,18 @@ def distil(
     known["measured_acceptance_length"] = measured_acceptance(engine, out, held)
     save_student(engine, plan, student, out, known, _card(plan, known))
     return student, known
+
+
+def check_run(engine: Engine, data: Path, out: Path, plan: Plan) -> Plan:
+    """Refuse a run that cannot be, before hidden states are computed for it; the plan as `check_plan` completes it.
+
+    Raises:
+        ValueError: when data, folder, target or the drafter to start from do not fit.
+    """
+    check_data(engine, data)
+    claim(out, asdict(plan), engine, write=False)
+    check_writable(out)
+    return check_plan(engine, plan)
 
 
 def plan_taps(engine: Engine, plan: Plan) -> tuple[int, ...]:

@@ -20,12 +20,14 @@ from outrider.drafters.folder import save_head, save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
 from outrider.train import distil as distil_module
+from outrider.train import prior as prior_module
 from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
 from outrider.train.data import make_data
 from outrider.train.distil import DistilSettings, Trainer, read_checkpoint
 from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan, check_plan, make_student
+from outrider.train.linear_lm import LinearPlan, linear_lm
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
 from outrider.train.students import MambaStudent, frequent_tokens, new_head, new_mamba
 from outrider.train.workshop import claim, distil, make_held_out, measured_acceptance
@@ -252,3 +254,23 @@ def test_what_needs_no_hidden_states_is_refused_before_they_are_computed(
 def test_a_head_is_trained_on_with_its_own_taps(engine: Engine, tmp_path: Path) -> None:
     save_head(new_head(engine, [], (1,), 50, 0), tmp_path, {"fingerprint": fingerprint(engine.model)}, "")
     assert check_plan(engine, Plan(init=str(tmp_path))).taps == (1,)
+
+
+def test_a_prior_that_cannot_be_kept_is_not_measured(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prior_module, "measure_prior", lambda *given: pytest.fail("it was measured"))
+    assert "no folder" in fail("prior", "--target", target, "--drafter", "ngram", "--dtype", "fp32")
+
+
+@pytest.mark.parametrize("taps", ["0", "1,1", "7,1"])
+def test_taps_that_nothing_can_learn_from_are_refused_before_data_is_written(
+    target: Path, tmp_path: Path, taps: str
+) -> None:
+    to = ("data", "--target", target, "--dtype", "fp32", "--out", tmp_path / "o", "--tokens", 20, "--max-new-tokens", 8)
+    assert f"taps {taps} must" in fail(*to, "--sources", "templates", "--taps", taps)
+    assert not (tmp_path / "o").exists()
+
+
+def test_linearizing_asks_for_held_out_prompts_before_it_fits(engine: Engine, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gsm9k"):
+        linear_lm(engine, data, tmp_path / "o", LinearPlan(held_out=("gsm9k",)), None)
+    assert not (tmp_path / "o").exists()

@@ -91,7 +91,7 @@ def data(
     """Let the target answer prompts: what drafters learn from. Prompts of the held-out side are never asked."""
     from outrider.bench.tasks import load_task
     from outrider.train.data import make_data, read_answers
-    from outrider.train.features import compute_features
+    from outrider.train.features import check_taps, compute_features
     from outrider.train.prompts import prompt_text
     from outrider.train.reading import take_texts
 
@@ -102,6 +102,8 @@ def data(
     layers = plan_from("head", "attention", taps, None, None, "").taps
     given = [prompt_text(prompt) for name in prompts or [] for prompt in load_task(name)]
     engine = load_target(target, dtype, device, threads, trust_remote_code)
+    if layers:
+        check_taps(engine, layers)
     with progress("data", quiet=json) as tell:
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "taps": layers, "tell": tell}
         if read is not None:

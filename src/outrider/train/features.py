@@ -88,6 +88,19 @@ class Example:
     hidden: Callable[[], Tensor]
 
 
+def check_taps(engine: Engine, taps: tuple[int, ...]) -> None:
+    """Refuse taps that are no layers of the target, or the same, or do not end with the last layer.
+
+    Raises:
+        ValueError: in these cases.
+    """
+    named, last = ",".join(map(str, taps)), engine.model.config.get_text_config().num_hidden_layers - 1
+    if taps[-1] != last:
+        raise ValueError(f"taps {named} must end with the target's last layer, {last}")
+    if max(taps) > last or len(set(taps)) < len(taps):
+        raise ValueError(f"taps {named} must be different layers of the target's, 0 to {last}")
+
+
 def feature_file(shard: Path, taps: tuple[int, ...]) -> Path:
     """Where the hidden states of a shard are kept."""
     return shard.with_name(f"features-{'-'.join(map(str, taps))}-{shard.name}")

@@ -22,7 +22,7 @@ from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
-from outrider.train.features import Example, compute_features, examples
+from outrider.train.features import Example, check_taps, compute_features, examples
 from outrider.train.kinds import Plan, check_plan, default_taps, keep_draft_ids, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
@@ -161,13 +161,11 @@ def plan_taps(engine: Engine, plan: Plan) -> tuple[int, ...]:
     """Layers whose hidden states a plan's training reads; the last one gives the target's laws.
 
     Raises:
-        ValueError: when taps leave it out.
+        ValueError: as `check_taps`.
     """
     taps = plan.taps or default_taps(engine)
-    last = engine.model.config.get_text_config().num_hidden_layers - 1
-    if taps[-1] != last:
-        raise ValueError(f"taps {','.join(map(str, taps))} must end with the target's last layer, {last}")
-    return taps if plan.kind == "head" else (last,)
+    check_taps(engine, taps)
+    return taps if plan.kind == "head" else taps[-1:]
 
 
 def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[list[Example], list[Example]]:

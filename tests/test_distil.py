@@ -376,10 +376,13 @@ def test_boost_trains_the_second_on_what_the_first_fails(
     found = succeed("boost", "--target", target, "--data", data, "--out", out, *options)
     assert found["drafter"] == f"{out}/1+{out}/2"
     first, second = found["drafters"]
-    left, answers = json.loads((out / "left-1.json").read_text()), read_answers(data)
+    left, answers = json.loads((out / "left-1.json").read_text())["left"], read_answers(data)
     assert left == list(range(0, len(answers), 2))
     assert second["answer_tokens"] == sum(len(answers[i].ids) - answers[i].prompt_length for i in left)
     assert first["answer_tokens"] > second["answer_tokens"]
     same_text(engine, found["drafter"])
+    with pytest.raises(ValueError, match=r"another threshold \(None\)"):
+        settings = DistilSettings(minutes=0.004, steps=1, batch_tokens=256, draft_vocab=200)
+        boost_module.boost(engine, data, out, Plan("llama", layers=1), settings, threshold=2.0)
     more = ("--data", data, "--out", out, *TRAINING)
     assert "2 drafters or more" in fail("boost", "--target", target, "--drafters", 1, *more)

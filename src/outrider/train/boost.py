@@ -85,9 +85,18 @@ def _left(
     tell: Tell,
 ) -> list[int]:
     """Which answers the next drafter learns from; remembered, since it takes a while to find out."""
+    asked = {"threshold": threshold, "answers": len(found)}
     if path.exists():
-        kept: list[int] = json.loads(path.read_text())
-        return kept
+        known = json.loads(path.read_text())
+        differ = [name for name in asked if not isinstance(known, dict) or known.get(name) != asked[name]]
+        if differ:
+            was = known.get(differ[0]) if isinstance(known, dict) else "unknown"
+            raise ValueError(
+                f"{path} was made with another {differ[0]} ({was}); continue with that, or delete the file and the folders "
+                "of the drafters after it"
+            )
+        left: list[int] = known["left"]
+        return left
     lengths = []
     for done, index in enumerate(candidates):
         if done % 64 == 0:
@@ -98,5 +107,5 @@ def _left(
     kept = [index for index, drop in zip(candidates, marked) if not drop]
     if not kept:
         raise ValueError(f"all answers have an acceptance length of {threshold:g} or more; raise --threshold")
-    write_atomically(json.dumps(kept), path)
+    write_atomically(json.dumps(asked | {"left": kept}), path)
     return kept

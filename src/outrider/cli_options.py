@@ -210,7 +210,8 @@ def plan_from(
     neurons: int | None = None,
     state: int | None = None,
 ) -> Plan:
-    from outrider.train.kinds import CORES, KINDS, Plan
+    from outrider.models.feature_head import CORES
+    from outrider.train.kinds import KINDS, Plan
 
     given, core = core, core or "attention"
     for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 KINDS = ("head", "mamba", "llama")
-CORES = ("attention", "ssm", "hybrid")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from outrider.drafters.folder import save_head, save_mamba
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
 from outrider.train import distil as distil_module
+from outrider.train import features as features_module
 from outrider.train import prior as prior_module
 from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
@@ -274,3 +276,18 @@ def test_linearizing_asks_for_held_out_prompts_before_it_fits(engine: Engine, da
     with pytest.raises(ValueError, match="gsm9k"):
         linear_lm(engine, data, tmp_path / "o", LinearPlan(held_out=("gsm9k",)), None)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0, math.nan, math.inf])
+def test_a_budget_is_a_number_of_minutes(minutes: float) -> None:
+    with pytest.raises(ValueError, match="minutes"):
+        DistilSettings(minutes=minutes)
+
+
+def test_prompts_that_fill_training_sequences_are_told(
+    engine: Engine, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_features(engine, data, (1,))
+    monkeypatch.setattr(features_module, "LONGEST", 4)
+    with pytest.raises(ValueError, match=r"all prompts .* 3 tokens or more"):
+        examples(data, (1,))

@@ -10,6 +10,7 @@ Shapes: T tokens, C draft vocabulary, R written positions.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class DistilSettings:
             raise ValueError(f"loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown; use {', '.join(OPTIMIZERS)}")
-        if self.minutes <= 0 or self.steps < 1 or self.rate <= 0 or self.batch_tokens < 64:
+        if not 0 < self.minutes < math.inf or self.steps < 1 or not 0 < self.rate < math.inf or self.batch_tokens < 64:
             raise ValueError("minutes, steps and rate must be above 0 and batch_tokens at least 64")
         if not 0.0 <= self.ramp < 1.0:
             raise ValueError(f"a ramp of {self.ramp} would never reach all steps; use 0 up to 1")

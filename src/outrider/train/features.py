@@ -148,6 +148,10 @@ def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safete
         ValueError: when there are none.
     """
     found = [example for shard in sorted(folder.glob(pattern)) for example in _of_shard(shard, taps)]
+    if not found and any(find_features(shard, taps) for shard in folder.glob(pattern)):
+        raise ValueError(
+            f"all prompts in {folder} have {LONGEST - 1} tokens or more, too long to learn from; give shorter ones"
+        )
     if not found:
         raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
     return found

@@ -181,6 +181,7 @@ def test_distilling_goes_on_after_a_kill_and_keeps_the_best(engine: Engine, data
     known = linear_lm(engine, data, out, PLAN, settings, every=0.2)
     after = read_checkpoint(out / "run" / "checkpoint.safetensors")[1]["curve"]
     assert after[: len(curve)] == curve and len(after) > len(curve)
+    assert set(known["settings"]) == {"minutes", "loss", "rate", "batch_tokens", "seed"}  # what it was trained with
     assert known["kl"] == min(point["kl"] for point in after) and known["kl_as_fitted"] == after[0]["kl"]
 
 

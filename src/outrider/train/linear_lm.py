@@ -158,7 +158,7 @@ def _distil(
     return {
         "distilled_on_tokens": trainer.tokens,
         "minutes": trainer.seconds / 60,
-        "settings": asdict(settings),
+        "settings": {name: getattr(settings, name) for name in ("minutes", "loss", "rate", "batch_tokens", "seed")},
         "kl_as_fitted": trainer.curve[0]["kl"],
         **{name: reached[name] for name in ("kl", "perplexity", "agreement")},
     }

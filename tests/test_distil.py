@@ -22,7 +22,7 @@ from outrider.train import distil as distil_module
 from outrider.train import workshop as workshop_module
 from outrider.train.batches import make_batch
 from outrider.train.data import make_data, read_answers
-from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
+from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance, read_checkpoint
 from outrider.train.features import compute_features, examples
 from outrider.train.kinds import Plan, make_student, save_student
 from outrider.train.llama_student import LlamaStudent
@@ -174,10 +174,10 @@ def test_distil_goes_on_after_a_kill(engine: Engine, data: Path, tmp_path: Path)
     plan, out = Plan("llama", layers=1), tmp_path / "out"
     with pytest.raises(Killed):
         distil(engine, data, out, plan, settings, every=0.3, tell=kill_at(2, "acceptance_length"))
-    before = json.loads((out / "run" / "checkpoint.json").read_text())
+    before = read_checkpoint(out / "run" / "checkpoint.safetensors")[1]
     assert 0 < before["seconds"] < 1.2 and not (out / "config.json").exists()
     student, known = distil(engine, data, out, plan, settings, every=0.3)
-    after = json.loads((out / "run" / "checkpoint.json").read_text())
+    after = read_checkpoint(out / "run" / "checkpoint.safetensors")[1]
     assert after["curve"][: len(before["curve"])] == before["curve"] and after["tokens"] > before["tokens"]
     assert 1.2 <= after["seconds"] < 2.4
     again, same = distil(engine, data, out, plan, settings, every=0.3)  # done: nothing is trained any more
@@ -376,10 +376,13 @@ def test_boost_trains_the_second_on_what_the_first_fails(
     found = succeed("boost", "--target", target, "--data", data, "--out", out, *options)
     assert found["drafter"] == f"{out}/1+{out}/2"
     first, second = found["drafters"]
-    left, answers = json.loads((out / "left-1.json").read_text()), read_answers(data)
+    left, answers = json.loads((out / "left-1.json").read_text())["left"], read_answers(data)
     assert left == list(range(0, len(answers), 2))
     assert second["answer_tokens"] == sum(len(answers[i].ids) - answers[i].prompt_length for i in left)
     assert first["answer_tokens"] > second["answer_tokens"]
     same_text(engine, found["drafter"])
+    with pytest.raises(ValueError, match=r"another threshold \(None\)"):
+        settings = DistilSettings(minutes=0.004, steps=1, batch_tokens=256, draft_vocab=200)
+        boost_module.boost(engine, data, out, Plan("llama", layers=1), settings, threshold=2.0)
     more = ("--data", data, "--out", out, *TRAINING)
     assert "2 drafters or more" in fail("boost", "--target", target, "--drafters", 1, *more)

@@ -17,7 +17,7 @@ from outrider.api import Engine
 from outrider.models.selftest import tree_model
 from outrider.train import linearize as linearize_module
 from outrider.train.data import read_answers
-from outrider.train.distil import DistilSettings
+from outrider.train.distil import DistilSettings, read_checkpoint
 from outrider.train.hybrid import missed_layers
 from outrider.train.linear_lm import LanguageTrainer, LinearPlan, linear_lm
 from outrider.train.linearize import check_teacher, equally_long, linearize, new_model, ridge, take_over
@@ -177,17 +177,18 @@ def test_distilling_goes_on_after_a_kill_and_keeps_the_best(engine: Engine, data
     settings, out = DistilSettings(minutes=0.02, steps=1, batch_tokens=256), tmp_path / "out"
     with pytest.raises(Killed):
         linear_lm(engine, data, out, PLAN, settings, every=0.2, tell=kill_at(2, "agreement"))
-    curve = json.loads((out / "run" / "checkpoint.json").read_text())["curve"]
+    curve = read_checkpoint(out / "run" / "checkpoint.safetensors")[1]["curve"]
     known = linear_lm(engine, data, out, PLAN, settings, every=0.2)
-    after = json.loads((out / "run" / "checkpoint.json").read_text())["curve"]
+    after = read_checkpoint(out / "run" / "checkpoint.safetensors")[1]["curve"]
     assert after[: len(curve)] == curve and len(after) > len(curve)
+    assert set(known["settings"]) == {"minutes", "loss", "rate", "batch_tokens", "seed"}  # what it was trained with
     assert known["kl"] == min(point["kl"] for point in after) and known["kl_as_fitted"] == after[0]["kl"]
 
 
 def test_without_minutes_the_model_is_as_fitted(engine: Engine, data: Path, tmp_path: Path) -> None:
     known = linear_lm(engine, data, tmp_path / "out", PLAN, None)
     assert known["kl"] > 0 and "distilled_on_tokens" not in known
-    assert not (tmp_path / "out" / "run" / "checkpoint.json").exists()
+    assert not (tmp_path / "out" / "run" / "checkpoint.safetensors").exists()
 
 
 def test_distilling_stops_when_laws_come_no_nearer(engine: Engine, data: Path, tmp_path: Path) -> None:

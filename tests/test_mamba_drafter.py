@@ -160,6 +160,9 @@ def test_a_text_of_many_rare_words_is_followed_within_bounds(monkeypatch: pytest
     for token in lacking:
         state.extend([[token]], [[-1]])
     assert state.vocabulary.ids(0).tolist()[DRAFTED:] == lacking[:3]
+    whole = made.begin([[]])
+    whole.extend([lacking], [list(range(-1, len(lacking) - 1))])
+    assert whole.vocabulary.ids(0).tolist()[DRAFTED:] == lacking[:3]
 
 
 def test_embedding_is_the_targets_own() -> None:

@@ -41,11 +41,12 @@ Budget = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same run.")]
 Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states), mamba or llama (stand-alone).")]
-Core = Annotated[str, typer.Option(help="Of a head: attention, ssm or hybrid.")]
+Core = Annotated[str | None, typer.Option(help="Of a head: attention (default), ssm or hybrid.")]
 Minutes = Annotated[float, typer.Option(help="Budget of training, in minutes of wall clock.")]
-Steps = Annotated[int, typer.Option(help="Unrolled steps of a head's training.")]
+Steps = Annotated[int | None, typer.Option(help="Unrolled steps of a head's training. Default: 4.")]
 Ramp = Annotated[
-    float, typer.Option(help="Share of the budget over which a head's unrolled steps grow from one to all.")
+    float | None,
+    typer.Option(help="Share of the budget over which a head's unrolled steps grow from one to all. Default: 0.6."),
 ]
 Loss = Annotated[str, typer.Option(help="kl, reverse_kl, tv (total variation) or acceptance.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
@@ -171,8 +172,8 @@ def report(found: dict[str, Any], text: str, json: bool) -> None:
 def settings_from(
     kind: str,
     minutes: float,
-    steps: int,
-    ramp: float,
+    steps: int | None,
+    ramp: float | None,
     loss: str,
     rate: float,
     draft_vocab: str | None,
@@ -186,13 +187,22 @@ def settings_from(
     count = None if draft_vocab is None else parse_count(draft_vocab, "--draft-vocab")
     if count == 0:
         raise ValueError("--draft-vocab 0 leaves nothing to draft; give 1 or more")
-    steps = steps if kind == "head" else 1  # others read nothing of the target that could be unrolled
+    _heads_only(kind, steps=steps, ramp=ramp)
+    steps = (4 if steps is None else steps) if kind == "head" else 1  # others read nothing of the target to unroll
+    ramp = 0.6 if ramp is None else ramp
     return DistilSettings(minutes, steps, ramp, loss, rate, batch_tokens, count, seed, optimizer, prompts)
+
+
+def _heads_only(kind: str, **given: Any) -> None:
+    """Refuse options that nothing but a head listens to."""
+    names = [f"--{name}" for name, value in given.items() if value not in (None, "")]
+    if names and kind != "head":
+        raise ValueError(f"{' and '.join(names)} say how a head is trained; leave them out for --kind {kind}")
 
 
 def plan_from(
     kind: str,
-    core: str,
+    core: str | None,
     taps: str,
     layers: int | None,
     init: str | None,
@@ -200,11 +210,14 @@ def plan_from(
     neurons: int | None = None,
     state: int | None = None,
 ) -> Plan:
-    from outrider.train.kinds import CORES, KINDS, Plan
+    from outrider.models.feature_head import CORES
+    from outrider.train.kinds import KINDS, Plan
 
+    given, core = core, core or "attention"
     for value, allowed, name in ((kind, KINDS, "--kind"), (core, CORES, "--core")):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
+    _heads_only(kind, core=given, taps=taps)
     fixed = init is not None and kind != "mamba"  # a Mamba grows
     if layers is not None and (kind == "head" or fixed or layers < 1):
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")

@@ -165,10 +165,11 @@ def prior(
     """Measure what a drafter's rounds bring and keep it in its folder: with it, tuning begins at the right shape."""
     from outrider.progress import progress
     from outrider.train.evaluate import held_out_prompts
-    from outrider.train.prior import keep_prior, measure_prior
+    from outrider.train.prior import keep_prior, measure_prior, prior_file
 
     prompts = held_out_prompts(tasks, limit)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
+    prior_file(engine)  # nobody should measure for minutes to read that it cannot be kept
     with progress("prior", quiet=json) as tell:
         found = measure_prior(engine, prompts, max_new_tokens, tell)
     path = keep_prior(engine, found)

@@ -91,7 +91,7 @@ def data(
     """Let the target answer prompts: what drafters learn from. Prompts of the held-out side are never asked."""
     from outrider.bench.tasks import load_task
     from outrider.train.data import make_data, read_answers
-    from outrider.train.features import compute_features
+    from outrider.train.features import check_taps, compute_features
     from outrider.train.prompts import prompt_text
     from outrider.train.reading import take_texts
 
@@ -102,6 +102,8 @@ def data(
     layers = plan_from("head", "attention", taps, None, None, "").taps
     given = [prompt_text(prompt) for name in prompts or [] for prompt in load_task(name)]
     engine = load_target(target, dtype, device, threads, trust_remote_code)
+    if layers:
+        check_taps(engine, layers)
     with progress("data", quiet=json) as tell:
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "taps": layers, "tell": tell}
         if read is not None:
@@ -141,10 +143,10 @@ def distil(
     data: Data,
     out: Out,
     kind: Kind = "head",
-    core: Core = "attention",
+    core: Core = None,
     minutes: Minutes = 60.0,
-    steps: Steps = 4,
-    ramp: Ramp = 0.6,
+    steps: Steps = None,
+    ramp: Ramp = None,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",
@@ -214,9 +216,9 @@ def prune(
     if finetune and data is None:
         raise ValueError("fine-tuning needs --data; give a data set, or --no-finetune")
     settings = (
-        settings_from("llama", minutes, 1, 0.0, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
+        settings_from("llama", minutes, None, None, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
     )
-    plan = plan_from("llama", "attention", "", None, None, held_out)
+    plan = plan_from("llama", None, "", None, None, held_out)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("prune", quiet=json) as tell:
         known = prune_folder(
@@ -252,8 +254,8 @@ def linearize(
 
     settings = None
     if minutes:
-        settings = settings_from("llama", minutes, 1, 0.0, loss, rate, "1", batch_tokens, seed)
-    tasks = plan_from("llama", "attention", "", None, None, held_out).held_out
+        settings = settings_from("llama", minutes, None, None, loss, rate, "1", batch_tokens, seed)
+    tasks = plan_from("llama", None, "", None, None, held_out).held_out
     plan = LinearPlan(layers, parse_count(tokens, "--tokens"), tasks, attention)
     engine = load_target(target, dtype, device, threads, trust_remote_code)
     with progress("linearize", quiet=json) as tell:
@@ -274,7 +276,7 @@ def boost(
         int, typer.Option(help="How many; each learns from what those before it do not reproduce.")
     ] = 2,
     kind: Kind = "head",
-    core: Core = "attention",
+    core: Core = None,
     threshold: Annotated[
         float | None,
         typer.Option(
@@ -282,8 +284,8 @@ def boost(
         ),
     ] = None,
     minutes: Minutes = 60.0,
-    steps: Steps = 4,
-    ramp: Ramp = 0.6,
+    steps: Steps = None,
+    ramp: Ramp = None,
     loss: Loss = "kl",
     rate: Rate = 2e-3,
     optimizer: OptimizerName = "muon",

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from outrider.models.files import write_atomically
 from outrider.paths import statistics_dir
 
 FORMAT, VERSION = "outrider statistics", 4
@@ -70,18 +69,14 @@ class Experience:
             return
         self.kept = self.learner.rounds
         value = {"format": FORMAT, "version": VERSION, "about": self.about, "state": _short(self.learner.state())}
-        partial = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(value), encoding="utf-8")
-            os.replace(partial, self.path)
+            write_atomically(json.dumps(value), self.path)
         except OSError as error:
             self._ignored(
                 f"statistics cannot be kept in {self.path} ({error.strerror}); set OUTRIDER_STATISTICS to a folder, or to off"
             )
             self.path = None  # once is enough
-            with suppress(OSError):
-                partial.unlink()
 
     @staticmethod
     def _ignored(line: str) -> None:

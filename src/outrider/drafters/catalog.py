@@ -116,13 +116,24 @@ def _named(
     if kind == "self":
         return SelfDrafter(target, parse_layers(rest))
     folder = local_path(rest if kind == "table" else name)
-    if kind == "table" or is_drafter_folder(folder):
-        return _from_folder(folder, target, must_be_table=kind == "table")
-    if is_small_lm(folder):
-        return load_small_lm(folder, _model(target), tokenizer, **loading)
+    if kind == "table":
+        return _from_folder(folder, target, must_be_table=True)
+    if is_drafter_folder(folder) or is_small_lm(folder):
+        return drafter_in(folder, target, tokenizer, **loading)
     loaded = load_model(rest if kind == "lm" and rest else name, **loading)
     limit = shared_vocabulary(tokenizer, loaded.tokenizer, target.vocab, loaded.name)
     return LMDrafter(tree_model(loaded.model)[0], loaded.name, limit)
+
+
+def drafter_in(folder: Path, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, **loading: Any) -> Drafter:
+    """The drafter that a folder holds, whatever the folder is called.
+
+    Raises:
+        ValueError: when it holds none for this target.
+    """
+    if is_small_lm(folder):
+        return load_small_lm(folder, _model(target), tokenizer, **loading)
+    return load_drafter(folder, _model(target))
 
 
 def _stage(name: str, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, loading: dict[str, Any]) -> Drafter:

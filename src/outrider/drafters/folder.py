@@ -20,7 +20,7 @@ from outrider.drafters.feature_head import HeadDrafter, HeadModel
 from outrider.drafters.lm import LMDrafter
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.feature_head import FeatureHead, HeadConfig
-from outrider.models.files import save_atomically
+from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
 from outrider.options import Options
@@ -65,9 +65,13 @@ def _save(
         for name, t in module.state_dict().items()
     }
     save_atomically(tensors, folder / "model.safetensors")
-    config = {"drafter": kind, kind: sizes, **about}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (folder / "README.md").write_text(card)
+    write_card(folder, card, {"drafter": kind, kind: sizes, **about})
+
+
+def write_card(folder: Path, card: str, config: dict[str, Any]) -> None:
+    """The card, and last `config.json`: a folder with one is whole."""
+    write_atomically(card, folder / "README.md")
+    write_atomically(json.dumps(config, indent=1) + "\n", folder / "config.json")
 
 
 def read_config(folder: Path, target: PreTrainedModel | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Shapes: B rows, F or N nodes, D width, C draft vocabulary, E tokens that joined 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -65,8 +66,8 @@ class TextVocabulary:
         """Take in what each text holds."""
         for joined, row in zip(self.joined, tokens):
             new = dict.fromkeys(token for token in row if token not in self.cut.known and token not in joined)
-            if new and len(joined) < MOST_JOINED:
-                joined.update(new)
+            if room := dict.fromkeys(itertools.islice(new, max(0, MOST_JOINED - len(joined)))):
+                joined.update(room)
                 self._forget()
 
     def ids(self, row: int) -> Tensor:

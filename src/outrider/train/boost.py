@@ -7,16 +7,16 @@ length; the next learns from what is not marked. `OUT/1`, `OUT/2` ... are drafte
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.models.files import write_atomically
 from outrider.train.distil import DistilSettings, predicted_acceptance
 from outrider.train.features import Example
 from outrider.train.kinds import Plan
 from outrider.train.students import Student
-from outrider.train.workshop import Tell, check_data, distil, load_examples, silent
+from outrider.train.workshop import Tell, check_run, distil, load_examples, silent
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -50,8 +50,9 @@ def boost(
         raise ValueError(f"boosting makes 2 drafters or more, not {drafters}; for one use `outrider distil`")
     if threshold is not None and threshold <= 1:
         raise ValueError(f"threshold is {threshold:g}; every drafter emits 1 token a pass or more, so give more than 1")
-    check_data(engine, data)
-    found, _ = load_examples(engine, data, plan, tell)
+    if any(mark in str(out) for mark in "+>"):
+        raise ValueError(f"{out} cannot be named as one drafter of several, which + and > join; give another folder")
+    found, _ = load_examples(engine, data, check_run(engine, data, out / "1", plan), tell)
     known, left = [], list(range(len(found)))
     for number in range(1, drafters + 1):
 
@@ -84,9 +85,18 @@ def _left(
     tell: Tell,
 ) -> list[int]:
     """Which answers the next drafter learns from; remembered, since it takes a while to find out."""
+    asked = {"threshold": threshold, "answers": len(found)}
     if path.exists():
-        kept: list[int] = json.loads(path.read_text())
-        return kept
+        known = json.loads(path.read_text())
+        differ = [name for name in asked if not isinstance(known, dict) or known.get(name) != asked[name]]
+        if differ:
+            was = known.get(differ[0]) if isinstance(known, dict) else "unknown"
+            raise ValueError(
+                f"{path} was made with another {differ[0]} ({was}); continue with that, or delete the file and the folders "
+                "of the drafters after it"
+            )
+        left: list[int] = known["left"]
+        return left
     lengths = []
     for done, index in enumerate(candidates):
         if done % 64 == 0:
@@ -97,7 +107,5 @@ def _left(
     kept = [index for index, drop in zip(candidates, marked) if not drop]
     if not kept:
         raise ValueError(f"all answers have an acceptance length of {threshold:g} or more; raise --threshold")
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(kept))
-    os.replace(partial, path)
+    write_atomically(json.dumps(asked | {"left": kept}), path)
     return kept

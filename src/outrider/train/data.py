@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from outrider.models.files import save_atomically
+from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.features import Recorder, feature_file
 from outrider.train.more_prompts import functions, sums
@@ -140,23 +139,24 @@ def _batches(engine: Engine, feed: Iterator[str], room: int) -> Iterator[list[st
 
 
 def claim_data(out: Path, settings: DataSettings) -> None:
-    """Make the folder ours, or check that it is."""
+    """Make the folder ours, or check that it is. One without answers yet may be made with other settings."""
     about = out / "data.json"
     if about.exists():
         known = json.loads(about.read_text())
         mine = json.loads(json.dumps(asdict(settings)))
         differ = [key for key in mine if key != "tokens" and known.get(key) != mine[key]]
-        if differ:
+        if differ and shard_files(out):
             raise ValueError(
                 f"{out} holds data made with another {differ[0]} ({known.get(differ[0])}); continue with that, or give "
                 "another folder"
             )
-    elif out.exists() and any(item.name != "data.part" for item in out.iterdir()):
+        if {"fingerprint", "seed"} & set(differ):
+            for asked in out.glob("asked-*.json"):
+                asked.unlink()
+    elif out.exists() and any(item.suffix != ".part" for item in out.iterdir()):
         raise ValueError(f"{out} is not empty and holds no data set; give another folder")
     out.mkdir(parents=True, exist_ok=True)
-    partial = about.with_suffix(".part")
-    partial.write_text(json.dumps(asdict(settings), indent=1))
-    os.replace(partial, about)
+    write_atomically(json.dumps(asdict(settings), indent=1), about)
 
 
 def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
@@ -166,9 +166,7 @@ def _asked(engine: Engine, out: Path, settings: DataSettings) -> Iterator[str]:
     for number in itertools.count():
         path = out / f"asked-{number:05d}.json"
         if not path.exists():
-            partial = path.with_suffix(".part")
-            partial.write_text(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)))
-            os.replace(partial, path)
+            write_atomically(json.dumps(self_asked(engine, number, settings.seed * 1_000_003 + 1)), path)
         new = [text for text in json.loads(path.read_text()) if text not in seen]
         seen.update(new)
         yield from new

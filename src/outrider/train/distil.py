@@ -10,14 +10,16 @@ Shapes: T tokens, C draft vocabulary, R written positions.
 from __future__ import annotations
 
 import json
-import os
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -64,7 +66,7 @@ class DistilSettings:
             raise ValueError(f"loss {self.loss!r} is unknown; use {', '.join(LOSSES)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is unknown; use {', '.join(OPTIMIZERS)}")
-        if self.minutes <= 0 or self.steps < 1 or self.rate <= 0 or self.batch_tokens < 64:
+        if not 0 < self.minutes < math.inf or self.steps < 1 or not 0 < self.rate < math.inf or self.batch_tokens < 64:
             raise ValueError("minutes, steps and rate must be above 0 and batch_tokens at least 64")
         if not 0.0 <= self.ramp < 1.0:
             raise ValueError(f"a ramp of {self.ramp} would never reach all steps; use 0 up to 1")
@@ -108,10 +110,16 @@ class Trainer:
         path = self.out / "checkpoint.safetensors"
         if not path.exists():
             return
-        state = json.loads((self.out / "checkpoint.json").read_text())
-        if asdict(DistilSettings()) | state["settings"] != asdict(self.settings):
-            raise ValueError(f"{self.out} holds a run with other settings; give another folder, or the same settings")
-        tensors = load_file(path)
+        tensors, state = read_checkpoint(path)
+        known, asked = asdict(DistilSettings()) | state["settings"], asdict(self.settings)
+        differ = [
+            name for name in known if known[name] != asked.get(name) and not (name == "ramp" and asked["steps"] == 1)
+        ]
+        if differ:
+            old = ", ".join(f"{name.replace('_', ' ')} {known[name]}" for name in differ)
+            raise ValueError(
+                f"{self.out} holds a run with other settings ({old}); continue with these, or give another folder"
+            )
         self.module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         for number, optimizer in enumerate(self.optimizers):
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
@@ -131,12 +139,10 @@ class Trainer:
             for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{number}.{place}.{key}"] = _kept(torch.as_tensor(value))
-        save_atomically(tensors, self.out / "checkpoint.safetensors")
         names = ("seconds", "tokens", "updates", "passes", "curve")
         state = {name: getattr(self, name) for name in names} | {"settings": asdict(self.settings)}
-        partial = self.out / "checkpoint.json.part"
-        partial.write_text(json.dumps(state))
-        os.replace(partial, self.out / "checkpoint.json")
+        save_atomically(tensors, self.out / "checkpoint.safetensors", {"state": json.dumps(state)})
+        (self.out / "checkpoint.json").unlink(missing_ok=True)  # of an older version
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -159,7 +165,8 @@ class Trainer:
         """
         budget, last, loss_sum, count = self.settings.minutes * 60, self.seconds, 0.0, 0
         while self.seconds < budget and not self.stalled(patience):
-            order = random.Random(self.settings.seed + self.passes)
+            # a pass that goes on after a kill has another order: it should not begin with what it has learnt already
+            order = random.Random(f"{self.settings.seed} {self.passes} {self.updates}")
             for batch in batches(examples(), self.settings.batch_tokens, order, self.settings.prompts):
                 start = time.perf_counter()
                 loss_sum, count = loss_sum + self._update(batch, self.seconds / budget), count + 1
@@ -211,6 +218,13 @@ class Trainer:
         losses_K = head_loss(outs_KRD, student.cut_CD, student.laws(batch), LOSSES[self.settings.loss])
         weights_K = 0.9 ** torch.arange(len(losses_K), device=losses_K.device)
         return (losses_K * weights_K).sum() / weights_K.sum()
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and optimiser state, and the clock. In one file, so that they belong together; older versions wrote two."""
+    with safe_open(path, "pt") as file:
+        told: dict[str, str] = file.metadata() or {}
+    return load_file(path), json.loads(told["state"] if "state" in told else path.with_suffix(".json").read_text())
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -88,6 +88,19 @@ class Example:
     hidden: Callable[[], Tensor]
 
 
+def check_taps(engine: Engine, taps: tuple[int, ...]) -> None:
+    """Refuse taps that are no layers of the target, or the same, or do not end with the last layer.
+
+    Raises:
+        ValueError: in these cases.
+    """
+    named, last = ",".join(map(str, taps)), engine.model.config.get_text_config().num_hidden_layers - 1
+    if taps[-1] != last:
+        raise ValueError(f"taps {named} must end with the target's last layer, {last}")
+    if max(taps) > last or len(set(taps)) < len(taps):
+        raise ValueError(f"taps {named} must be different layers of the target's, 0 to {last}")
+
+
 def feature_file(shard: Path, taps: tuple[int, ...]) -> Path:
     """Where the hidden states of a shard are kept."""
     return shard.with_name(f"features-{'-'.join(map(str, taps))}-{shard.name}")
@@ -135,6 +148,10 @@ def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safete
         ValueError: when there are none.
     """
     found = [example for shard in sorted(folder.glob(pattern)) for example in _of_shard(shard, taps)]
+    if not found and any(find_features(shard, taps) for shard in folder.glob(pattern)):
+        raise ValueError(
+            f"all prompts in {folder} have {LONGEST - 1} tokens or more, too long to learn from; give shorter ones"
+        )
     if not found:
         raise ValueError(f"{folder} holds no answers; make some with `outrider data --out {folder}`")
     return found

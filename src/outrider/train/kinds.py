@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from outrider.drafters.small_lm import DRAFT_IDS
 from outrider.models.feature_head import FeatureHead
 from outrider.models.files import save_atomically
 from outrider.models.mamba_drafter import MambaBlocks
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 KINDS = ("head", "mamba", "llama")
-CORES = ("attention", "ssm", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,67 @@ def default_taps(engine: Engine) -> tuple[int, ...]:
     return tuple(sorted({last // 4, last * 3 // 5, last}))
 
 
-def make_student(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, run: Path) -> Student:
-    """An untrained student.
+def check_plan(engine: Engine, plan: Plan) -> Plan:
+    """Refuse what can be refused before anything is computed.
 
-    Args:
-        run: folder that remembers the draft vocabulary, which must not change when a run goes on with more data.
+    Returns:
+        The plan, with the taps of the head to start from if it says none.
 
     Raises:
-        ValueError: for an unknown kind, or a target that it cannot learn from.
+        ValueError: for a target that cannot be learnt from, or a drafter that cannot be started from.
     """
     if not hasattr(engine.model.base_model, "norm"):
         raise ValueError(
             f"{engine.name} is of type {engine.model.config.model_type}, from which drafters cannot be distilled yet; use a "
             "llama-like target, or `outrider table`"
         )
+    if plan.init is not None and not (Path(plan.init) / "config.json").is_file():
+        raise ValueError(
+            f"{plan.init} holds nothing to start from; give a drafter's folder, or what `outrider prune --no-finetune` writes"
+        )
+    if plan.init is None or plan.kind == "llama":
+        return plan
+    module = _to_start_from(engine, plan)
+    return replace(plan, taps=module.config.taps) if isinstance(module, FeatureHead) else plan
+
+
+def _to_start_from(engine: Engine, plan: Plan) -> FeatureHead | MambaBlocks:
+    from outrider.drafters.folder import load_module
+
+    folder = Path(plan.init or "")
+    module = load_module(folder, None).float()
+    config = engine.model.config.get_text_config()
+    if module.config.width != config.hidden_size or int(module.draft_ids.max()) >= config.vocab_size:
+        raise ValueError(
+            f"the drafter in {folder} was made for a target of another width or vocabulary than {engine.name}; start afresh"
+        )
+    head = isinstance(module, FeatureHead)
+    if plan.kind != ("head" if head else "mamba") or (
+        isinstance(module, FeatureHead) and plan.taps not in ((), module.config.taps)
+    ):
+        raise ValueError(
+            f"{folder} holds another drafter than the one asked for; start from one of the same kind and taps"
+        )
+    return module
+
+
+def make_student(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, run: Path) -> Student:
+    """An untrained student.
+
+    Args:
+        run: folder that may remember the draft vocabulary, which must not change when a run goes on with more data.
+
+    Raises:
+        ValueError: for an unknown kind, or a target that it cannot learn from.
+    """
+    plan = check_plan(engine, plan)
     if plan.init is not None and plan.kind in ("head", "mamba"):
         return _known(engine, plan, found, settings, run)
-    ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
+    known = Path(plan.init or "") / DRAFT_IDS
+    if plan.init is not None and settings.draft_vocab is None and known.exists():
+        ids = load_file(known)["draft_ids"].long()
+    else:
+        ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
     if plan.kind == "head":
         return _head(engine, plan, found, settings, ids)
     if plan.kind == "mamba":
@@ -89,12 +133,28 @@ def make_student(engine: Engine, plan: Plan, found: list[Example], settings: Dis
 
 
 def _draft_ids(engine: Engine, found: list[Example], count: int, run: Path) -> torch.Tensor:
-    """The most frequent tokens, chosen when a run begins."""
-    path = run / "draft_ids.safetensors"
+    """The most frequent tokens, or those that were when the run began.
+
+    Raises:
+        ValueError: when these were not as many.
+    """
+    vocab, path = engine.model.config.get_text_config().vocab_size, run / DRAFT_IDS
+    count = min(count, vocab)
     if not path.exists():
-        vocab = engine.model.config.get_text_config().vocab_size
-        save_atomically({"draft_ids": frequent_tokens(found, min(count, vocab), vocab)}, path)
-    return load_file(path)["draft_ids"]
+        return frequent_tokens(found, count, vocab)
+    ids = load_file(path)["draft_ids"]
+    if len(ids) != count:
+        raise ValueError(
+            f"the run in {run} began with a draft vocabulary of {len(ids)} tokens, not {count}; continue with "
+            f"--draft-vocab {len(ids)}, or give another folder"
+        )
+    return ids
+
+
+def keep_draft_ids(student: Student, run: Path) -> None:
+    """Remember the draft vocabulary of a run that begins."""
+    if not (run / DRAFT_IDS).exists():
+        save_atomically({"draft_ids": student.draft_ids}, run / DRAFT_IDS)
 
 
 def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, ids: torch.Tensor) -> Student:
@@ -109,27 +169,18 @@ def _head(engine: Engine, plan: Plan, found: list[Example], settings: DistilSett
 def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSettings, run: Path) -> Student:
     """A trained head or Mamba, to be trained on; a head may get another core. Its target may be another one of the same width and
     vocabulary, such as the one that this one was made out of. The vocabulary head is borrowed, so it may be cut anew."""
-    from outrider.drafters.folder import load_module
-
-    folder = Path(plan.init or "")
-    module = load_module(folder, None).float()
-    config = engine.model.config.get_text_config()
-    if module.config.width != config.hidden_size or int(module.draft_ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"the drafter in {folder} was made for a target of another width or vocabulary than {engine.name}; start afresh"
-        )
+    module = _to_start_from(engine, plan)
     if settings.draft_vocab not in (None, len(module.draft_ids)):
         module.draft_ids = _draft_ids(engine, found, settings.draft_vocab or DRAFT_VOCAB, run)
         module.config = replace(module.config, draft_vocab=len(module.draft_ids))
-    if isinstance(module, MambaBlocks) and plan.kind == "mamba":
+    if isinstance(module, MambaBlocks):
         return MambaStudent(engine, larger_mamba(engine, module, settings.seed, plan.layers, plan.neurons, plan.state))
-    taps = plan.taps or default_taps(engine)
-    if isinstance(module, FeatureHead) and plan.kind == "head" and module.config.taps == taps:
-        if module.config.core == plan.core:
-            return HeadStudent(engine, module)
-        size = len(module.draft_ids)
-        return HeadStudent(engine, graft(new_head(engine, found, taps, size, settings.seed, plan.core), module))
-    raise ValueError(f"{folder} holds another drafter than the one asked for; start from one of the same kind and taps")
+    if module.config.core == plan.core:
+        return HeadStudent(engine, module)
+    size, old = len(module.draft_ids), module.config
+    sizes = {"window": old.window, "neurons": old.ffn, "state": old.ssm_state}
+    fresh = new_head(engine, found, old.taps, size, settings.seed, plan.core, **sizes)
+    return HeadStudent(engine, graft(fresh, module))
 
 
 @torch.no_grad()

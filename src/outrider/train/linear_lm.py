@@ -20,16 +20,16 @@ from outrider.models.files import save_atomically
 from outrider.models.gdn import GatedDeltaMixer
 from outrider.train.batches import make_batch
 from outrider.train.card import about, model_card
-from outrider.train.data import read_answers
+from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer
-from outrider.train.features import Example, examples
+from outrider.train.features import Example, compute_features, examples
 from outrider.train.hybrid import missed_layers
 from outrider.train.kinds import Plan
 from outrider.train.linearize import check_teacher, equally_long, kept_layers, linearize
 from outrider.train.llama_student import LlamaStudent, save_transformer
 from outrider.train.plots import language_curve
 from outrider.train.students import Student
-from outrider.train.workshop import Tell, check_data, check_laws, claim, load_examples, plan_taps, silent, train
+from outrider.train.workshop import Tell, check_data, check_laws, claim, plan_taps, silent, train
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -101,6 +101,7 @@ def linear_lm(
     """
     check_teacher(engine, plan.layers, plan.attention)
     check_data(engine, data)
+    held_out = make_held_out(engine, data, tasks=plan.held_out)
     claim(out, asdict(plan), engine)
     answers = [answer.ids for answer in read_answers(data)]
     texts_NT = equally_long(answers, plan.tokens).to(engine.model.device)
@@ -108,7 +109,10 @@ def linear_lm(
     attention = missed_layers(engine, texts_NT, kept, plan.attention, out / "run", tell)
     model, kept = linearize(engine, texts_NT, plan.layers, out / "run", tell, attention)
     reads = Plan("llama", held_out=plan.held_out)
-    taps, (_, held) = plan_taps(engine, reads), load_examples(engine, data, reads, tell)
+    taps = plan_taps(engine, reads)
+    compute_features(engine, data, taps, tell, "shard-*.safetensors" if settings else held_out.name)
+    compute_features(engine, data, taps, silent, held_out.name)
+    held = examples(data, taps, held_out.name)
     held = held[:: max(1, len(held) // MEASURED)][:MEASURED]
     student = LlamaStudent(engine, model, torch.arange(model.config.vocab_size))
     check_laws(engine, student, held[0])
@@ -154,7 +158,7 @@ def _distil(
     return {
         "distilled_on_tokens": trainer.tokens,
         "minutes": trainer.seconds / 60,
-        "settings": asdict(settings),
+        "settings": {name: getattr(settings, name) for name in ("minutes", "loss", "rate", "batch_tokens", "seed")},
         "kl_as_fitted": trainer.curve[0]["kl"],
         **{name: reached[name] for name in ("kl", "perplexity", "agreement")},
     }

@@ -15,6 +15,7 @@ from outrider.clocks import Clocks
 from outrider.drafters.catalog import learned_arms, parts
 from outrider.drafters.folder import PRIOR, read_priors
 from outrider.knowledge import Knowledge, to_data
+from outrider.models.files import check_writable, write_atomically
 from outrider.rounds import Round
 from outrider.tree import OFF, Shape, parse_shape
 
@@ -78,11 +79,24 @@ def keep_prior(engine: Engine, prior: dict[str, Any]) -> Path:
         ValueError: when the drafter has no folder.
     """
     assert engine.drafter is not None
+    path = prior_file(engine)
+    write_atomically(json.dumps(read_priors(path.parent) | {engine.drafter.name: prior}) + "\n", path)
+    return path
+
+
+def prior_file(engine: Engine) -> Path:
+    """Where the prior of the engine's drafter is kept.
+
+    Raises:
+        ValueError: when the drafter has no folder, or one that may not be written.
+    """
+    if engine.drafter is None:
+        raise ValueError("there is no drafter to measure; give one with --drafter")
     folders = [part.folder for part in parts(engine.drafter) if getattr(part, "folder", None)]
     if not folders:
         raise ValueError(f"drafter {engine.drafter.name!r} has no folder to keep a prior in; name one that was trained")
+    check_writable(folders[-1])
     path: Path = folders[-1] / PRIOR
-    path.write_text(json.dumps(read_priors(folders[-1]) | {engine.drafter.name: prior}) + "\n")
     return path
 
 

@@ -44,7 +44,7 @@ def best_sharpness(student: Student, held_out: Sequence[Example], seed: int = 0)
             for scale in SCALES:
                 hits[scale] += int(((scale * logq_RC + noise_RC).argmax(-1) == drawn_R).sum())
     agreement = {scale: hit / max(count, 1) for scale, hit in hits.items()}
-    return max(agreement, key=lambda scale: agreement[scale]), agreement
+    return max(agreement, key=lambda scale: (agreement[scale], -abs(scale - 1))), agreement
 
 
 def _gumbel(like_RC: Tensor, rng: torch.Generator) -> Tensor:

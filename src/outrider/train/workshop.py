@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from outrider.models.files import save_atomically
+from outrider.drafters.folder import write_card
+from outrider.models.files import check_writable, save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
-from outrider.train.features import Example, compute_features, examples
-from outrider.train.kinds import Plan, default_taps, make_student, save_student
+from outrider.train.features import Example, check_taps, compute_features, examples
+from outrider.train.kinds import Plan, check_plan, default_taps, keep_draft_ids, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
 from outrider.train.prune import TEXTS, prune
@@ -68,10 +69,10 @@ def claim(out: Path, making: dict[str, Any], engine: Engine, write: bool = True)
     Raises:
         ValueError: when it holds something else.
     """
-    making = {**json.loads(json.dumps(making)), "fingerprint": fingerprint(engine.model)}
+    making = _resolved({**json.loads(json.dumps(making)), "fingerprint": fingerprint(engine.model)})
     path = out / "run" / "run.json"
     if path.exists():
-        known = json.loads(path.read_text())
+        known = _resolved(json.loads(path.read_text()))
         differ = [name for name in {**known, **making} if known.get(name) != making.get(name)]
         if differ:
             raise ValueError(
@@ -83,7 +84,13 @@ def claim(out: Path, making: dict[str, Any], engine: Engine, write: bool = True)
     if not write:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(making, indent=1) + "\n")
+    if not path.exists():
+        write_atomically(json.dumps(making, indent=1) + "\n", path)
+
+
+def _resolved(making: dict[str, Any]) -> dict[str, Any]:
+    """The same with whole paths: a folder may be called by several names."""
+    return making | {"init": str(Path(making["init"]).resolve())} if making.get("init") else making
 
 
 def distil(
@@ -109,12 +116,7 @@ def distil(
     Raises:
         ValueError: when data, folder or target do not fit, or training fails.
     """
-    check_data(engine, data)
-    claim(out, asdict(plan), engine, write=False)
-    if plan.init is not None and not (Path(plan.init) / "config.json").is_file():
-        raise ValueError(
-            f"{plan.init} holds nothing to start from; give a drafter's folder, or what `outrider prune --no-finetune` writes"
-        )
+    asked, plan = plan, check_run(engine, data, out, plan)
     found, held = load_examples(engine, data, plan, tell)
     chosen = found if chosen is None else chosen
     taps = plan_taps(engine, plan)
@@ -128,9 +130,10 @@ def distil(
             f"{data} gives {answered} answer tokens to learn from, too little for a drafter; make at least "
             f"{FEWEST_ANSWER_TOKENS}, better a million, with `outrider data --tokens ...`"
         )
-    claim(out, asdict(plan), engine)
     student = make_student(engine, plan, chosen, settings, out / "run")
     check_laws(engine, student, held[0])
+    claim(out, asdict(asked), engine)  # only now: what was refused leaves the folder to the command that is right
+    keep_draft_ids(student, out / "run")
     trainer = Trainer(student, settings, out / "run")
     train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
     sharpness, agreement = best_sharpness(student, held)
@@ -142,17 +145,27 @@ def distil(
     return student, known
 
 
+def check_run(engine: Engine, data: Path, out: Path, plan: Plan) -> Plan:
+    """Refuse a run that cannot be, before hidden states are computed for it; the plan as `check_plan` completes it.
+
+    Raises:
+        ValueError: when data, folder, target or the drafter to start from do not fit.
+    """
+    check_data(engine, data)
+    claim(out, asdict(plan), engine, write=False)
+    check_writable(out)
+    return check_plan(engine, plan)
+
+
 def plan_taps(engine: Engine, plan: Plan) -> tuple[int, ...]:
     """Layers whose hidden states a plan's training reads; the last one gives the target's laws.
 
     Raises:
-        ValueError: when taps leave it out.
+        ValueError: as `check_taps`.
     """
     taps = plan.taps or default_taps(engine)
-    last = engine.model.config.get_text_config().num_hidden_layers - 1
-    if taps[-1] != last:
-        raise ValueError(f"taps {','.join(map(str, taps))} must end with the target's last layer, {last}")
-    return taps if plan.kind == "head" else (last,)
+    check_taps(engine, taps)
+    return taps if plan.kind == "head" else taps[-1:]
 
 
 def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[list[Example], list[Example]]:
@@ -221,9 +234,9 @@ def train(
 
 def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -> float:
     """Tokens a pass of the finished drafter in the engine: chains of 5, greedy, over held-out prompts."""
-    from outrider.drafters.catalog import make_drafter
+    from outrider.drafters.catalog import drafter_in
 
-    drafter = make_drafter(str(folder), engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
+    drafter = drafter_in(folder, engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
     emitted = rounds = 0
     with engine.drafting(drafter):
         for example in held[:: max(1, len(held) // MEASURED)][:MEASURED]:
@@ -269,16 +282,16 @@ def _card(plan: Plan, known: dict[str, Any]) -> str:
 def make_table_folder(engine: Engine, data: Path, out: Path, fewest: int = 2) -> dict[str, Any]:
     """Count a data set into a drafter folder; returns what is known about it."""
     check_data(engine, data)
-    claim(out, {"kind": "table", "fewest": fewest}, engine)
+    claim(out, {"kind": "table", "fewest": fewest}, engine, write=False)
     answers = read_answers(data)
+    claim(out, {"kind": "table", "fewest": fewest}, engine)
     contexts = make_table(answers, out / "model.safetensors", fewest)
     tokens = sum(len(answer.ids) - answer.prompt_length for answer in answers)
     known = about(engine, data, kind="table", contexts=contexts, answer_tokens=tokens)
     text = (
         "An n-gram table of what the target tends to write: after the last one to five tokens, the likeliest next ones."
     )
-    (out / "README.md").write_text(card(f"A table for {engine.name}", text, known))
-    (out / "config.json").write_text(json.dumps({"drafter": "table", **known}, indent=1) + "\n")
+    write_card(out, card(f"A table for {engine.name}", text, known), {"drafter": "table", **known})
     return known
 
 
@@ -300,10 +313,12 @@ def prune_folder(
     if data is not None:
         check_data(engine, data)
     place = out if settings is None else out / "run" / "pruned"
-    claim(place, {"layers": layers, "width": width}, engine)
+    making = {"layers": layers, "width": width}
+    claim(place, making, engine, write=False)
     if not (place / "config.json").exists():
         texts = [answer.ids for answer in read_answers(data)] if data is not None else []
         small = prune(engine, layers, width, texts[:: max(1, len(texts) // TEXTS)], tell)
+        claim(place, making, engine)
         elimination([r.layer for r in small.removed], [r.divergence for r in small.removed], out / "importance.png")
         facts = {
             "kind": "llama, pruned",

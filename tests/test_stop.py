@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AddedToken
 
 from families import tiny
-from helpers import DRAFTERS, NEW, PROMPT, PROMPTS, engine, expected
+from helpers import DRAFTERS, NEW, PROMPT, PROMPTS, engine, expected, lm
 from outrider.api import Engine
 from outrider.stop import TextStream
 
@@ -276,6 +278,28 @@ def test_budgets_are_met_exactly(family: str, drafter: str) -> None:
 def test_a_budget_of_none_writes_nothing_and_begins_nothing() -> None:
     for result in engine("llama", "merged").generate([list(p) for p in PROMPTS], max_new_tokens=0):
         assert (result.token_ids, result.text, result.stats.rounds) == ([], "", 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 3, "rule": "mss"}]
+)
+@pytest.mark.parametrize("seeds", [(0,), (1,), (0, 1)], ids=str)
+def test_no_processor_ever_sees_text_behind_the_end(seeds: tuple[int, ...], options: dict[str, Any]) -> None:
+    """A grammar has no answer there: neither verification nor drafters ask."""
+    made = Engine(tiny("llama"), None, "llama", [lm("llama", seed) for seed in seeds])
+    whole = made.generate(list(PROMPT), shape="off", max_new_tokens=NEW, **options).token_ids
+    eos = whole[NEW // 2]
+
+    def grammar(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert not (ids[:, len(PROMPT) :] == eos).any()
+        return scores
+
+    for shape in (4, (3, 2, 1), "best7x4"):
+        result = made.generate(
+            list(PROMPT), shape=shape, eos_token_id=eos, logits_processor=[grammar], max_new_tokens=NEW, **options
+        )
+        if options.get("rule") != "mss":
+            assert result.token_ids == cut(whole, {eos}) and result.finish_reason == "stop"
 
 
 def test_counts_add_up() -> None:

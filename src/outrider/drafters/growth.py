@@ -6,7 +6,7 @@ Who knows the children does not matter: `lm.py` has them from a model, `bench/re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from outrider.tree import Shape, TokenTree
@@ -48,8 +48,11 @@ class Growth:
             self.wanted = {}
         return list(self.wanted)
 
-    def hang(self, found: Iterable[Found], shape: Shape) -> list[int | None]:
+    def hang(self, found: Iterable[Found], shape: Shape, ends: Container[int] = frozenset()) -> list[int | None]:
         """Hang children under the nodes that wanted them, and make them the next frontier.
+
+        Args:
+            ends: tokens behind which there is no text, and so nothing to draft.
 
         Returns:
             The node of every child; None where the branch ends instead.
@@ -63,7 +66,7 @@ class Growth:
                 continue
             child = self.tree.add_once(parent, token)
             self.trials.setdefault(parent, []).append(Trial(child, law))
-            if child not in self.frontier:
+            if child not in self.frontier and token not in ends:
                 self.frontier.append(child)
             if shape.believes:
                 self.scores[child] = score

@@ -168,7 +168,7 @@ class LMDraftState:
             for column, law, logq in picked:
                 token = column if tokens is None else int(tokens[column])
                 found.append((node, token, law, growth.scores.get(node, 0.0) + logq))
-        growth.hang(found, shape)
+        growth.hang(found, shape, sampler.eos)
 
     def _scores(
         self, growth: Growth, row: int, nodes: Sequence[int], logits_FC: Tensor, shape: Shape

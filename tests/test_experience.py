@@ -166,7 +166,7 @@ def test_changed_weights_begin_anew_and_drafters_that_are_gone_are_not_held(fold
     assert made.controller() is before
     for _ in range(3 * MOST_TUNED):
         with made.drafting(lm("llama", 1)):
-            made.controller(options=Options(temperature=1.0))
+            made.controller("auto", Options(temperature=1.0))
         with made.drafting(NgramDrafter()):
             made.controller()
     assert len(made._tuned) == MOST_TUNED

@@ -13,6 +13,7 @@ from families import tiny
 from helpers import NEW, PROMPT, expected, lm
 from outrider.api import Engine
 from outrider.clocks import Clocks
+from outrider.controller import Fixed
 from outrider.counterfactual import Counterfactual
 from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import BUDGETS, learned_arms
@@ -232,6 +233,10 @@ def test_greedy_and_drawn_texts_are_learned_apart() -> None:
     assert greedy is not drawn and greedy is made.controller("auto", Options())
     assert isinstance(greedy, Counterfactual) and all(arm.budget for arm in greedy.arms)
     assert isinstance(drawn, Counterfactual) and all(arm.budget for arm in drawn.arms)
+    assert made.controller("auto", Options(), Options(temperature=0.8)) is drawn, "one drawn row is enough"
     race = made.controller("auto", Options(temperature=0.8, rule="mss"))
+    seeded = [Options(temperature=0.8, rule="mss"), Options(temperature=0.8, rule="mss", seed=5)]
+    assert isinstance(made.controller("auto", *seeded), Fixed), "the text of a seed follows no clock"
+    assert made.controller("auto", Options(rule="mss", seed=5)) is greedy, "greedy text does not depend on shapes"
     assert race not in (greedy, drawn)
     assert isinstance(race, Counterfactual) and not any(arm.budget for arm in race.arms)

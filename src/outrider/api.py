@@ -249,20 +249,24 @@ class Engine:
         used = [fresh if one is None else one for one in seeds]
         ids = [self.encode(prompt, chat) for prompt in prompts]
         sequences = [self._sequence(i, row, o, s) for i, (row, o, s) in enumerate(zip(ids, options, used))]
-        controller = self.controller(shape, options[0])
+        controller = self.controller(shape, *options)
         return Run(self.target, self.drafter, controller, sequences, self._deepest), used
 
-    def controller(self, shape: Any = "auto", options: Options | None = None) -> Controller:
-        """Who chooses the shapes of a call. Those that learn are kept from call to call, one for each drafter."""
+    def controller(self, shape: Any = "auto", *rows: Options) -> Controller:
+        """Who chooses the shapes of a call. Those that learn are kept from call to call, one for each drafter.
+
+        Args:
+            rows: what is asked for each row.
+        """
         name = "auto" if shape is None else shape
         if not isinstance(name, str) or name not in TUNED or self.drafter is None:
             return make_controller(shape, self.drafter)
-        if options is not None and options.rule == "mss" and options.seed is not None:
+        drawn = [row for row in rows if row.temperature > 0]
+        if any(row.rule == "mss" and row.seed is not None for row in drawn):
             # they listen to the clock; under mss the text depends on the shape, and a seed must give one text
             return Fixed(default_arms(self.drafter)[0])
         # what a drafter believes of its tokens is worth something else where the target draws them
-        drawn = options is not None and options.temperature > 0
-        rule = options.rule if options is not None and drawn else "greedy"
+        rule = drawn[0].rule if drawn else "greedy"
         key = name, id(self.drafter), rule
         if (known := self._tuned.get(key)) is None:
             made = make_controller(name, self.drafter, rule == "mss")

@@ -334,7 +334,11 @@ def test_other_ways_to_generate_and_other_inputs_are_refused() -> None:
     assert "beam search" in refusal(force_words_ids=[[[3]]], num_beams=1)
     with pytest.raises(ValueError, match="token_type_ids"):
         tiny("gpt2").generate(
-            **ONE, custom_generate=outrider.custom_generate, drafter="ngram", token_type_ids=ONE["input_ids"]
+            **ONE,
+            custom_generate=outrider.custom_generate,
+            drafter="ngram",
+            max_new_tokens=4,
+            token_type_ids=ONE["input_ids"],
         )
 
 

@@ -122,7 +122,7 @@ def test_an_engine_writes_the_reference_text_with_graphs(monkeypatch: pytest.Mon
     """Batches go without; the target and a drafter of the same weights each have graphs of their own."""
     model = copy.deepcopy(tiny("llama"))
     engine: Any = Engine(model, None, "llama", "off")
-    monkeypatch.setattr(Engine, "_refresh", lambda self: None)
+    monkeypatch.setattr(Engine, "follow", lambda self: None)
     engine.target = with_graphs("llama")
     engine.drafter = LMDrafter(with_graphs("llama"), "same")
     for options in ({}, {"temperature": 0.9, "seed": 5}):

@@ -141,7 +141,6 @@ def test_best_first_shapes() -> None:
     ("given", "levels"),
     [
         ("off", ()),
-        ("", ()),
         ("()", ()),
         (0, ()),
         ("0", ()),
@@ -177,6 +176,9 @@ def test_every_way_to_write_a_shape(given: Any, levels: tuple) -> None:
         "best",
         "best0",
         "best0x3",
+        "best16x0",
+        "",
+        " ",
         "best99999",
         "5 5",
         "best1 6",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json as jsonlib
 import os
@@ -197,7 +198,7 @@ def _heads_only(kind: str, **given: Any) -> None:
     """Refuse options that nothing but a head listens to."""
     names = [f"--{name}" for name, value in given.items() if value not in (None, "")]
     if names and kind != "head":
-        raise ValueError(f"{' and '.join(names)} say how a head is trained; leave them out for --kind {kind}")
+        raise ValueError(f"{' and '.join(names)} are for --kind head; leave out what {kind} does not listen to")
 
 
 def plan_from(
@@ -218,15 +219,16 @@ def plan_from(
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is unknown; use {', '.join(allowed)}")
     _heads_only(kind, core=given, taps=taps)
+    for name, size in (("--layers", layers), ("--neurons", neurons), ("--state", state)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} {size} is no size; give 1 or more")
     fixed = init is not None and kind != "mamba"  # a Mamba grows
-    if layers is not None and (kind == "head" or fixed or layers < 1):
-        raise ValueError("--layers is for fresh drafters of kind mamba or llama, 1 or more; leave it out")
-    if neurons is not None and (fixed or neurons < 1):
-        raise ValueError("--neurons is for fresh drafters, or a Mamba that grows, 1 or more; leave it out")
-    if state is not None and (fixed or state < 1 or kind == "llama" or (kind, core) == ("head", "attention")):
-        raise ValueError(
-            "--state is for fresh drafters with a Mamba mixer, or a Mamba that grows, 1 or more; leave it out"
-        )
+    if layers is not None and (kind == "head" or fixed):
+        raise ValueError("--layers is for fresh drafters of kind mamba or llama, or a Mamba that grows; leave it out")
+    if neurons is not None and fixed:
+        raise ValueError("--neurons is for fresh drafters, or a Mamba that grows; leave it out")
+    if state is not None and (fixed or kind == "llama" or (kind, core) == ("head", "attention")):
+        raise ValueError("--state is for fresh drafters with a Mamba mixer, or a Mamba that grows; leave it out")
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):
         raise ValueError(f"--taps {taps!r} is not a list of layers; write for example 7,17,29")
     chosen = tuple(int(layer) for layer in taps.split(",")) if taps else ()
@@ -243,8 +245,7 @@ def writing(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except OSError as error:
             where = error.filename or kwargs.get("out") or "the output folder"
-            raise ValueError(
-                f"{where} cannot be read or written ({error.strerror or error}); free some space or give another folder"
-            ) from error
+            advice = "free some space or give another folder" if error.errno == errno.ENOSPC else "give another folder"
+            raise ValueError(f"{where} cannot be read or written ({error.strerror or error}); {advice}") from error
 
     return run

@@ -71,7 +71,9 @@ def data(
         Path | None,
         typer.Option(help="A data set of the same vocabulary, to be read instead of written: five times as fast."),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Answer tokens to make, such as 500k or 2M.")] = "1M",
+    tokens: Annotated[
+        str, typer.Option(help="Answer tokens to make, such as 500k or 2M; the batch that reaches it is written whole.")
+    ] = "1M",
     sources: Annotated[
         str | None,
         typer.Option(

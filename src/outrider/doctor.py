@@ -147,6 +147,9 @@ def _advice(report: dict[str, Any]) -> list[str]:
     return advice
 
 
+LABELS = {"screen_bytes": "vocabulary head in bytes, by which logits are screened"}
+
+
 def render(report: dict[str, Any], console: Console) -> None:
     """For people."""
     machine = report["machine"]
@@ -167,9 +170,8 @@ def render(report: dict[str, Any], console: Console) -> None:
         if part in report:
             table = Table(title=part, show_header=False)
             for key, value in report[part].items():
-                table.add_row(
-                    key.replace("_bytes", "").replace("bytes_", "memory ").replace("_", " "), _readable(key, value)
-                )
+                label = key.replace("_bytes", "").replace("bytes_", "memory ").replace("_", " ")
+                table.add_row(LABELS.get(key, label), _readable(key, value))
             console.print(table)
     for line in report.get("advice", []):
         console.print(f"note: {line}")

@@ -292,9 +292,11 @@ def _parse_text(text: str) -> Shape:
                     f"shape {text!r} has nothing that could end early or go far; write 'off', or 'chain1~15'"
                 )
             return shape.adapting(*numbers)
-    if word in ("off", "", "()", "0"):
+    if word in ("off", "()", "0"):
         return OFF
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
+        if match[2] is not None and not int(match[2]):
+            raise ValueError(f"shape {text!r} has no level; give a depth of 1 or more, or leave it out")
         return best_first(int(match[1]), int(match[2] or 0))
     if match := re.fullmatch(r"(?:chain)?(\d{1,6})", word):
         return uniform((1,) * _count(int(match[1])))

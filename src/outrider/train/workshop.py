@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -238,7 +239,8 @@ def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -
 
     drafter = drafter_in(folder, engine.target, engine.tokenizer, dtype=engine.dtype, device=engine.model.device)
     emitted = rounds = 0
-    with engine.drafting(drafter):
+    with engine.drafting(drafter), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # how little it brings yet is what is measured
         for example in held[:: max(1, len(held) // MEASURED)][:MEASURED]:
             new = len(example.ids) - example.prompt_length
             prompt = example.ids[: example.prompt_length].tolist()
@@ -250,6 +252,7 @@ def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -
 def _facts(plan: Plan, settings: DistilSettings, trainer: Trainer, student: Student, answered: int) -> dict[str, Any]:
     best = max(trainer.curve, key=lambda point: point["acceptance_length"])
     kept = [p for p in student.module.parameters() if p.requires_grad]
+    idle = {"draft_vocab"} if plan.kind == "head" else {"draft_vocab", "steps", "ramp"}  # told below, or of heads alone
     return {
         "kind": plan.kind if plan.kind != "head" else f"head, {plan.core} core",
         "parameters": sum(p.numel() for p in kept),
@@ -257,7 +260,8 @@ def _facts(plan: Plan, settings: DistilSettings, trainer: Trainer, student: Stud
         "answer_tokens": answered,
         "tokens_trained_on": trainer.tokens,
         "minutes": trainer.seconds / 60,
-        "settings": asdict(settings),
+        "settings": {name: value for name, value in asdict(settings).items() if name not in idle},
+        **({"started_from": plan.init} if plan.init else {}),
         "predicted_acceptance_length": best["acceptance_length"],
         "predicted_accuracy": [v for k, v in best.items() if k.startswith("accuracy_")],
     }

@@ -227,7 +227,7 @@ def test_options_of_heads_are_refused_for_other_kinds(
     target: Path, data: Path, tmp_path: Path, command: str, kind: str, option: tuple[str, object]
 ) -> None:
     to = (command, "--target", target, "--data", data, "--out", tmp_path / "o", "--kind", kind, *TRAINING)
-    assert f"{option[0]} say" in fail(*to, *option)
+    assert f"{option[0]}: for --kind head" in fail(*to, *option)
 
 
 def test_a_head_has_attention_and_four_steps_that_grow_unless_told() -> None:

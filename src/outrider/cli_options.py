@@ -198,7 +198,7 @@ def _heads_only(kind: str, **given: Any) -> None:
     """Refuse options that nothing but a head listens to."""
     names = [f"--{name}" for name, value in given.items() if value not in (None, "")]
     if names and kind != "head":
-        raise ValueError(f"{' and '.join(names)} are for --kind head; leave out what {kind} does not listen to")
+        raise ValueError(f"{' and '.join(names)}: for --kind head alone; leave that out for --kind {kind}")
 
 
 def plan_from(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,3 +23,10 @@ def picture(path: Path, columns: int = 1) -> Iterator[tuple[Any, ...]]:
         figure.savefig(path, dpi=110)
     finally:
         pyplot.close(figure)
+
+
+def mark_lengths(axes: Any, lengths: Sequence[int]) -> None:
+    """Mark an axis of lengths where they were measured, and nowhere else."""
+    places = sorted(set(lengths))
+    axes.set_xticks(places, [f"{length:,}" for length in places])
+    axes.minorticks_off()

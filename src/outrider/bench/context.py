@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.machine import settle
-from outrider.picture import picture
+from outrider.picture import mark_lengths, picture
 
 CHUNK = 64  # tokens fed at once on the way to a context, as drafting does
 
@@ -135,10 +135,11 @@ def plot(points: Sequence[Point], depth: int, path: Path) -> None:
         for name in dict.fromkeys(point.drafter for point in points):
             mine = [point for point in points if point.drafter == name]
             lengths = [point.length for point in mine]
-            left.plot(lengths, [1000 * point.seconds / depth for point in mine], marker="o", label=name)
+            left.plot(lengths, [1000 * point.seconds / depth for point in mine], marker="o", label=Path(name).name)
             right.plot(lengths, [point.bytes / 1e6 for point in mine], marker="o", label=name)
         left.set(xlabel="tokens of context", ylabel="milliseconds of a drafting step", xscale="log", ylim=(0, None))
         right.set(xlabel="tokens of context", ylabel="MB of the drafter's state", xscale="log", ylim=(0, None))
         left.legend()
         for axes in (left, right):
+            mark_lengths(axes, [point.length for point in points])
             axes.grid(alpha=0.3)

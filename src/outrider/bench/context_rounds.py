@@ -20,7 +20,7 @@ from rich.table import Table
 from outrider.cache.tree_cache import TreeCache
 from outrider.machine import settle
 from outrider.models.protocol import TreeModel
-from outrider.picture import picture
+from outrider.picture import mark_lengths, picture
 
 WARMUP = 2  # rounds that are not counted
 
@@ -128,4 +128,5 @@ def plot(points: Sequence[RoundPoint], depth: int, path: Path) -> None:
         right.legend()
         for axes in (left, right):
             axes.set(xlabel="tokens of text", xscale="log", ylim=(0, None))
+            mark_lengths(axes, lengths)
             axes.grid(alpha=0.3)

@@ -95,7 +95,7 @@ class Model:
     def __init__(self, measured: Measured, change: Change = Change()) -> None:
         self.measured, self.change = measured, change
         self.chances = _changed(measured.chances, change)
-        self.rows = measured.rows
+        self.rows = measured.telling()
 
     @property
     def plain(self) -> float:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from outrider.cost import Acceptance, Curve, Fit
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Tell = Callable[[int, int, str], None]
 PROBES = ("off", "chain1", "chain2", "chain4", "chain8", "2x2x1x1", "4x2x1", "chain15")
 WARM_UP = 2  # rounds of every shape that are not counted: a machine's first ones are slow
+DEEP, FEW = 4, 200  # levels of a round behind which walks are as in a run, and walks that are too few to be choosy
 GROUP = 6  # rounds behind every point of the curve of pass times
 
 
@@ -58,7 +60,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         acceptance = Acceptance()
-        for row in self.rows:
+        for row in self.telling():
             acceptance.see(row)
         self.chances = acceptance.chances()
         self.tries = [row[0] for row in acceptance.tries]
@@ -78,6 +80,20 @@ class Measured:
             self.drafts[shape.name] = seconds
             fit.see(shape.depth, shape.feeds - shape.depth, seconds)
         self.level, self.feed = fit.solve()
+
+    def telling(self) -> list[Walked]:
+        """Walks behind rounds that drafted deep; all, where these are few.
+
+        A shape's own rounds begin where the one before was rejected, which is seldom amid what is easily foretold. Behind plain
+        rounds and short chains a walk begins there more often than it will.
+        """
+        behind = [
+            row
+            for before, done in pairwise(self.rounds)
+            if done.shape.depth and before.shape.depth >= DEEP
+            for row in done.rows
+        ]
+        return behind if len(behind) >= FEW else self.rows
 
     @property
     def rows(self) -> list[Walked]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,5 @@ def test_models_lists_the_aliases() -> None:
 def test_help_reads_without_torch() -> None:
     code, out, _ = run("--help")
     assert code == 0 and all(word in out for word in ("generate", "certify", "doctor", "bench", "models"))
+    code_of_import = "import sys, outrider.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code_of_import], check=False).returncode == 0

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli_options import (
+    EVALUATION_TASKS,
     Budget,
     Device,
     DrafterName,
@@ -18,6 +19,7 @@ from outrider.cli_options import (
     OutFolder,
     OutPicture,
     Target,
+    Tasks,
     Threads,
     Trust,
     load_drafters,
@@ -44,9 +46,7 @@ def register(app: typer.Typer, bench: typer.Typer) -> None:
 def certify(
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
-    prompts: Annotated[
-        str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
-    ] = "humaneval,gsm8k,mtbench",
+    prompts: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="For the sampled checks.")] = 0.7,
@@ -146,7 +146,7 @@ def offload(
     ],
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
-    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    tasks: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     methods: Annotated[str, typer.Option(help="plain, and auto or shapes like chain5 or 3x2x2.")] = "plain,auto",
@@ -182,7 +182,7 @@ def peers(
     ],
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
-    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    tasks: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
     methods: Annotated[
@@ -228,7 +228,7 @@ def peers(
 def round_(
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
-    tasks: Annotated[str, typer.Option(help="Tasks and FILE.jsonl, joined by commas.")] = "humaneval,gsm8k,mtbench",
+    tasks: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
     shape: Annotated[str, typer.Option(help="auto, off, chain5, 3x2x2 ...")] = "auto",

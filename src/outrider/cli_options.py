@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.bench.tasks import JUDGING_TASKS
+
 if TYPE_CHECKING:
     from outrider.api import Engine
     from outrider.drafters.base import Drafter
     from outrider.train.distil import DistilSettings
     from outrider.train.kinds import Plan
 
+EVALUATION_TASKS = ",".join(JUDGING_TASKS)
+
+Tasks = Annotated[str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")]
+HeldOutTasks = Annotated[
+    str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
+]
 Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
 DrafterName = Annotated[
     str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
@@ -84,28 +92,20 @@ Patience = Annotated[int, typer.Option(help="Stop after this many evaluations wi
 def made_folder(path: Path | None) -> Path | None:
     """A folder to write into, made at once: nobody should measure for minutes to read that it cannot be."""
     if path is not None:
-        _check_writable(path, path)
+        from outrider.models.files import check_writable
+
+        check_writable(path)
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def file_in_folder(path: Path | None) -> Path | None:
     """A file to write, whose folder is made at once."""
     if path is not None:
-        _check_writable(path, path.parent)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the path of a file")
+        made_folder(path.parent)
+        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+            raise ValueError(f"{path} cannot be written as a file; give another path")
     return path
-
-
-def _check_writable(path: Path, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({(error.strerror or str(error)).lower()}); give another path"
-        ) from error
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{path} may not be written; give another path, or the right to")
 
 
 OutFolder = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures.", callback=made_folder)]

@@ -9,13 +9,16 @@ import typer
 from rich.console import Console
 
 from outrider.cli_options import (
+    EVALUATION_TASKS,
     Budget,
     Device,
     DrafterName,
     DType,
+    HeldOutTasks,
     Json,
     OutFolder,
     Target,
+    Tasks,
     Threads,
     Trust,
     load_pair,
@@ -26,9 +29,6 @@ from outrider.cli_options import (
     writing,
 )
 
-Prompts = Annotated[
-    str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")
-]
 MOST_PROMPTS = 48
 
 
@@ -48,7 +48,7 @@ def plan(
             help="Another drafter: latency=0.5x or 2ms (a level), acceptance=0.8 or +0.1, or both; repeatable."
         ),
     ] = None,
-    prompts: Prompts = "humaneval,gsm8k,mtbench",
+    prompts: Tasks = EVALUATION_TASKS,
     seconds: Annotated[float, typer.Option(help="Time for measuring.")] = 40.0,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -105,7 +105,7 @@ def regret(
         str | None, typer.Option(help="Record the walks of this target; without it, a text is made up that changes.")
     ] = None,
     drafter: DrafterName = "auto",
-    prompts: Prompts = "humaneval,gsm8k,mtbench",
+    prompts: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task, spread evenly over it.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -151,9 +151,7 @@ def regret(
 def prior(
     target: Target,
     drafter: Annotated[str, typer.Option(help="A drafter with a folder, or a cascade that ends in one.")],
-    tasks: Annotated[
-        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
-    ] = "humaneval,gsm8k,mtbench",
+    tasks: HeldOutTasks = EVALUATION_TASKS,
     limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
     dtype: DType = None,

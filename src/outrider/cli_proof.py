@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.bench.choice import SHAPES
 from outrider.cli_options import (
+    EVALUATION_TASKS,
     Device,
     DrafterName,
     DType,
@@ -17,6 +17,7 @@ from outrider.cli_options import (
     OutFile,
     OutFolder,
     Target,
+    Tasks,
     Threads,
     Trust,
     file_in_folder,
@@ -27,7 +28,10 @@ from outrider.cli_options import (
     write_json,
 )
 
-Tasks = Annotated[str, typer.Option(help="Tasks (humaneval,gsm8k,mtbench,copy ...) and FILE.jsonl, joined by commas.")]
+SHAPES = (
+    "chain1,chain2,chain4,chain7,2x2x1,3x2x1x1,chain2@0.08~15,chain4@0.08~15,2x2x1@0.08~15,2x2x1x1x1@0.08~15,"
+    "best7x8@0.05+0.2~7"
+)
 HeldOut = Annotated[
     bool, typer.Option("--held-out", help="Only prompts that no drafter of the workshop is trained on.")
 ]
@@ -127,7 +131,7 @@ def forecast(
         list[str] | None, typer.Option(help="As for `plan`; repeatable. Default: ngram>head, head, table.")
     ] = None,
     target: Target = "smollm2-135m",
-    tasks: Tasks = "humaneval,gsm8k,mtbench",
+    tasks: Tasks = EVALUATION_TASKS,
     limit: Annotated[int, typer.Option(help="Prompts of each task; half are measured, half are run.")] = 12,
     seconds: Annotated[float, typer.Option(help="Time for measuring a pair.")] = 40.0,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,

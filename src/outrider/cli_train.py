@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli_options import (
+    EVALUATION_TASKS,
     BatchTokens,
     Core,
     Data,
@@ -17,6 +18,7 @@ from outrider.cli_options import (
     DType,
     Every,
     HeldOut,
+    HeldOutTasks,
     Init,
     Json,
     Kind,
@@ -50,7 +52,6 @@ from outrider.cli_options import (
 )
 from outrider.progress import progress
 
-EVALUATION_TASKS = "humaneval,gsm8k,mtbench"
 SOURCES = "tasks,templates,self"
 
 
@@ -328,9 +329,7 @@ def boost(
 def evaluate(
     target: Target,
     drafter: Annotated[list[str], typer.Option(help="What to measure; give it twice for two side by side.")],
-    tasks: Annotated[
-        str, typer.Option(help="Tasks and FILE.jsonl, joined by commas; only their held-out prompts are used.")
-    ] = EVALUATION_TASKS,
+    tasks: HeldOutTasks = EVALUATION_TASKS,
     limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
     shape: Annotated[str, typer.Option(help="A chain such as chain5, or a tree such as 3x2x1x1.")] = "chain5",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,

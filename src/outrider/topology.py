@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from outrider.machine import machine_name
 from outrider.mixers import samples, twins
 from outrider.mixers.rules import DELTA, DELTA_PER_CHANNEL, DUALITY, SelectiveRule
 from outrider.mixers.samples import Size
+from outrider.models.files import write_atomically
 from outrider.paths import cache_dir, exclusive
 from outrider.ways import ScoredLayer, ways_of
 
@@ -79,9 +79,7 @@ def store(entries: Sequence[Entry]) -> None:
     path = table_file()
     with exclusive(path.with_suffix(".lock"), "storing what it measured"):
         known = {(e.machine, e.rule, e.size): e for e in [*load_table(), *entries]}
-        written = path.with_suffix(".tmp")
-        written.write_text(json.dumps([asdict(e) for e in known.values()], indent=1))
-        os.replace(written, path)
+        write_atomically(json.dumps([asdict(e) for e in known.values()], indent=1), path)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------

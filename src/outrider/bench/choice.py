@@ -23,10 +23,6 @@ from outrider.bench.turns import Clock, Heard, Spread, Text, Turns, Written, tak
 from outrider.tree import parse_shape
 
 AUTO, PLAIN = "auto", "plain"
-SHAPES = (
-    "chain1,chain2,chain4,chain7,2x2x1,3x2x1x1,chain2@0.08~15,chain4@0.08~15,2x2x1@0.08~15,2x2x1x1x1@0.08~15,"
-    "best7x8@0.05+0.2~7"
-)
 WARM = 32  # tokens that every method writes uncounted
 
 
@@ -113,15 +109,15 @@ def measure_choice(
 
     if engine.drafter is None:
         raise ValueError("there is no drafter whose shapes could be chosen; give one with --drafter")
-    refuse_repeated([PLAIN, AUTO, *(shape for shape in shapes if shape not in (PLAIN, AUTO))])
-    if idle := [shape for shape in shapes if shape not in (PLAIN, AUTO) and not parse_shape(shape).depth]:
+    fixed = [shape for shape in shapes if shape not in (PLAIN, AUTO)]
+    refuse_repeated(fixed)
+    if idle := [shape for shape in fixed if not parse_shape(shape).depth]:
         raise ValueError(
             f"shape {idle[0]!r} drafts nothing, as plain decoding does, which is measured anyway; leave it out"
         )
     if not prompts or repeat < 1:
         raise ValueError(f"{len(prompts)} prompts, {repeat} times, are nothing to measure; give one or more")
-    methods = [PLAIN, AUTO, *(shape for shape in shapes if shape not in (PLAIN, AUTO))]
-    options = {"temperature": temperature, "seed": seed}
+    methods, options = [PLAIN, AUTO, *fixed], {"temperature": temperature, "seed": seed}
     encoded, chance = [prompt.encode(engine) for prompt in prompts], random.Random(seed)
 
     def written(task: str, ids: list[int], tokens: int, text: int = 0) -> Written:

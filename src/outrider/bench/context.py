@@ -135,7 +135,7 @@ def plot(points: Sequence[Point], depth: int, path: Path) -> None:
         for name in dict.fromkeys(point.drafter for point in points):
             mine = [point for point in points if point.drafter == name]
             lengths = [point.length for point in mine]
-            left.plot(lengths, [1000 * point.seconds / depth for point in mine], marker="o", label=Path(name).name)
+            left.plot(lengths, [1000 * point.seconds / depth for point in mine], marker="o", label=name)
             right.plot(lengths, [point.bytes / 1e6 for point in mine], marker="o", label=name)
         left.set(xlabel="tokens of context", ylabel="milliseconds of a drafting step", xscale="log", ylim=(0, None))
         right.set(xlabel="tokens of context", ylabel="MB of the drafter's state", xscale="log", ylim=(0, None))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 Message = dict[str, str]
 Row = dict[str, Any]
 T = TypeVar("T")
+JUDGING_TASKS = "humaneval", "gsm8k", "mtbench"  # by whose held-out prompts drafters are judged
 
 
 @dataclass(frozen=True)

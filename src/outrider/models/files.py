@@ -25,7 +25,7 @@ def save_atomically(tensors: dict[str, torch.Tensor], path: Path, metadata: dict
 
 def write_atomically(text: str, path: Path) -> None:
     """A text file that is there whole or not at all."""
-    _replace(path, lambda partial: partial.write_text(text))
+    _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def check_writable(folder: Path) -> None:
@@ -44,6 +44,5 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
         os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)  # there only if something went wrong

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from outrider.bench.tasks import JUDGING_TASKS
 from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.train.features import Recorder, feature_file
@@ -33,7 +34,6 @@ SLOTS = 192 * 400  # of keys and values in a batch: every row takes as many as t
 WINDOW = 3  # batches whose prompts are sorted by length
 TEMPERATURES = (0.0, 0.7)  # answers of a shard alternate between them
 MOST_IN_VAIN = 8  # batches of self-asked messages without a new one
-HELD_OUT_TASKS = ("humaneval", "gsm8k", "mtbench")
 SOURCES = ("tasks", "templates", "functions", "sums", "self")
 FEWEST_TOKENS = 8  # an answer shorter than this teaches nothing
 
@@ -277,7 +277,7 @@ def make_held_out(
     out: Path,
     per_task: int = 16,
     max_new_tokens: int = 128,
-    tasks: tuple[str, ...] = HELD_OUT_TASKS,
+    tasks: tuple[str, ...] = JUDGING_TASKS,
 ) -> Path:
     """Greedy answers to prompts that training never sees, for evaluation while training; made once per folder and tasks.
 
@@ -287,7 +287,7 @@ def make_held_out(
     Raises:
         ValueError: when the held-out side has no prompts.
     """
-    name = "00000" if tasks == HELD_OUT_TASKS else f"{zlib.crc32(','.join(tasks).encode()):08x}"
+    name = "00000" if tasks == JUDGING_TASKS else f"{zlib.crc32(','.join(tasks).encode()):08x}"
     path = out / f"heldout-{name}.safetensors"
     if path.exists():
         return path

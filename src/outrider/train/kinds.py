@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
+from outrider.bench.tasks import JUDGING_TASKS
 from outrider.drafters.small_lm import DRAFT_IDS
 from outrider.models.feature_head import FeatureHead
 from outrider.models.files import save_atomically
@@ -48,7 +49,7 @@ class Plan:
     layers: int | None = None
     neurons: int | None = None
     init: str | None = None
-    held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    held_out: tuple[str, ...] = JUDGING_TASKS
     state: int | None = None
 
 

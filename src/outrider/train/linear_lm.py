@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.bench.tasks import JUDGING_TASKS
 from outrider.models.files import save_atomically
 from outrider.models.gdn import GatedDeltaMixer
 from outrider.train.batches import make_batch
@@ -52,7 +53,7 @@ class LinearPlan:
 
     layers: int | None = None
     tokens: int = 32768
-    held_out: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    held_out: tuple[str, ...] = JUDGING_TASKS
     attention: int = 0
 
     def __post_init__(self) -> None:

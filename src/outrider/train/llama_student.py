@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -26,7 +25,7 @@ from outrider.models.convert import quiet_transformers
 from outrider.models.files import save_atomically
 from outrider.train.batches import Batch
 from outrider.train.losses import Laws
-from outrider.train.students import target_laws
+from outrider.train.students import drafted_laws, target_laws
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -75,7 +74,7 @@ class LlamaStudent:
 
     def logq(self, out_RD: Tensor) -> Tensor:
         """The drafter's laws, log probabilities [R, C]."""
-        return F.linear(out_RD.to(self.cut_CD.dtype), self.cut_CD).float().log_softmax(-1)
+        return drafted_laws(out_RD, self.cut_CD)
 
 
 def new_llama(engine: Engine, layers: int, seed: int, neurons: int | None = None) -> PreTrainedModel:

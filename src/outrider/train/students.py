@@ -82,7 +82,7 @@ class Borrower:
 
     def logq(self, out_RD: Tensor) -> Tensor:
         """The drafter's laws, log probabilities [R, C]."""
-        return F.linear(out_RD.to(self.cut_CD.dtype), self.cut_CD).float().log_softmax(-1)
+        return drafted_laws(out_RD, self.cut_CD)
 
 
 class HeadStudent(Borrower):
@@ -127,6 +127,11 @@ def target_laws(batch: Batch, final_norm: nn.Module, head_CD: Tensor) -> Laws:
         return F.linear(last_RD[rows], head_CD).float().log_softmax(-1)
 
     return laws
+
+
+def drafted_laws(out_RD: Tensor, head_CD: Tensor) -> Tensor:
+    """Laws that a vocabulary head makes of a drafter's outputs, log probabilities [R, C]."""
+    return F.linear(out_RD.to(head_CD.dtype), head_CD).float().log_softmax(-1)
 
 
 def delay(x_BTD: Tensor) -> Tensor:

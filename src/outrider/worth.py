@@ -1,4 +1,4 @@
-"""What the next node of a tree is worth: how often it is there, and how often it is kept.
+"""What the next node of a tree is worth, how often it is there and kept, and how long copied stretches go on.
 
 Nodes are taken in the order of the drafter's belief in them, tokens of a lookup in the order of the text. A tree of the n best
 nodes holds that of the n - 1 best ones: so one round tells what every smaller budget would have brought, and a pass that gets

@@ -16,7 +16,7 @@ import torch
 import outrider
 from families import tiny
 from helpers import PROMPT
-from native_kernels import without_kernels
+from native_kernels import needs_kernels, without_kernels
 from outrider.api import Engine
 from outrider.bench.offload import Offloaded, cached
 from outrider.models.budget import Layer, parse_bytes, split
@@ -215,6 +215,20 @@ def _measured(*arguments: object) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@LINUX
+def test_a_model_without_a_budget_is_held_once_at_every_moment(folders: Any, tmp_path: Path) -> None:
+    """While it is loaded, too: the vocabulary head of this model is a fifth of it, and was there twice for a moment."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    needs_kernels()
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=16384, num_hidden_layers=8, **sizes, eos_token_id=None, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    screen = config.vocab_size * (config.hidden_size + 12)  # a copy of the head in bytes
+    assert _measured(folders("llama"), tmp_path / "model", 0)["growth"] < 1.15 * size + screen
 
 
 @LINUX

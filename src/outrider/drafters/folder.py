@@ -23,6 +23,7 @@ from outrider.models.feature_head import FeatureHead, HeadConfig
 from outrider.models.files import save_atomically, write_atomically
 from outrider.models.fingerprint import fingerprint
 from outrider.models.mamba_drafter import MambaBlocks, MambaDrafterConfig, MambaModel
+from outrider.models.resident import give_back_freed
 from outrider.options import Options
 from outrider.sampling import Sampler
 from outrider.tree import parse_shape
@@ -106,6 +107,7 @@ def load_drafter(folder: Path, target: PreTrainedModel) -> Drafter:
     """
     drafter: Any = _load(folder, target)
     drafter.folder, drafter.priors = folder, read_priors(folder)
+    give_back_freed()
     return cast(Drafter, drafter)
 
 
@@ -185,10 +187,11 @@ def _new_mamba(config: dict[str, Any]) -> MambaBlocks:
 
 def _load_module(folder: Path, config: dict[str, Any], make: Callable[[dict[str, Any]], M]) -> M:
     try:
-        module = make(config)
+        with torch.device("meta"):  # whose weights are those of the file, and no others before
+            module = make(config)
         tensors = load_file(folder / "model.safetensors")
         tensors["draft_ids"] = tensors["draft_ids"].long()
-        module.load_state_dict(tensors)
+        module.load_state_dict(tensors, assign=True)
     except Exception as error:
         raise ValueError(
             f"the drafter in {folder} is damaged ({str(error).splitlines()[0]}); fetch or train it again"

@@ -24,6 +24,7 @@ from outrider.models.protocol import Rows
 from outrider.models.resident import release
 from outrider.native.linear import RowProduct
 
+ROWS = 4096  # of a vocabulary head that are read together
 MOST_JOINED = 1024  # tokens of a text that join its draft vocabulary
 
 
@@ -40,13 +41,22 @@ class CutHead(nn.Module):
         self.ids, self.whole_VD = draft_ids_C.to(weight_VD.device), weight_VD.detach()
         self.known = frozenset(draft_ids_C.tolist())
         self.linear = nn.Linear(weight_VD.shape[1], len(draft_ids_C), bias=False, device="meta")
-        self.linear.weight = nn.Parameter(weight_VD.detach()[self.ids], requires_grad=False)
+        self.linear.weight = nn.Parameter(_rows(self.whole_VD, self.ids), requires_grad=False)
         self.product, self.tokens = Product(self.linear, rounds=True), self.ids.cpu().numpy()
-        release(weight_VD)  # most rows were not in memory: the target has its head packed
 
     def forward(self, outputs: Tensor) -> Tensor:
         """Logits of the draft vocabulary."""
         return self.product(outputs)
+
+
+def _rows(whole_VD: Tensor, ids_C: Tensor) -> Tensor:
+    """A copy of some rows, read part after part: the target has its head laid out, so most of them were not in memory."""
+    found_CD = whole_VD.new_empty(len(ids_C), whole_VD.shape[1])
+    for start in range(0, len(whole_VD), ROWS):
+        places = ((ids_C >= start) & (ids_C < start + ROWS)).nonzero()[:, 0]
+        found_CD[places] = whole_VD[ids_C[places]]
+        release(whole_VD[start : start + ROWS])
+    return found_CD
 
 
 class TextVocabulary:

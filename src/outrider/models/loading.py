@@ -25,6 +25,7 @@ from .catalog import ALIASES, DEFAULT
 from .convert import alias_folder, convert_alias, convert_file, first_line, is_converted, quiet_transformers
 from .fetch import fetched_package
 from .hub import only_cached
+from .resident import give_back_freed
 from .streaming import stream, streamed_parts
 
 DTYPES = {
@@ -103,6 +104,7 @@ def load_model(
         given["local_files_only"] = only_cached(where)
     model = _load_weights(where, source, kind, place, budget, **given)
     tokenizer = _load_tokenizer(where, source, **given)
+    give_back_freed()
     return Loaded(os.fspath(name), model, tokenizer, source)
 
 

@@ -12,6 +12,7 @@ import torch
 from outrider import noise
 from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import scored
+from outrider.models.resident import give_back_freed
 from outrider.native.decoder import Decoder
 from outrider.native.screen import Screen
 
@@ -24,6 +25,7 @@ def screen(target: Any) -> str:
     decoder = target.decoder if isinstance(target, NativeTreeModel) and not target.screen else None
     if not isinstance(decoder, Decoder) or decoder.lying or decoder.unembed is None:
         return ""
+    give_back_freed()  # what the self-test took
     try:
         target.screen = Screen(decoder.unembed.weight.detach(), decoder.head)
     except ValueError as reason:

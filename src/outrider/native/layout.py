@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import Structure, c_int64, c_void_p
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from outrider.models.resident import in_huge_pages, release
 from outrider.native.library import library
 
 TILE, LINE = 16, 64
+CHUNK = 64 * 3 * TILE  # outputs that are laid out at a time: whole pieces, which are three tiles
 LONGEST = 1 << 16  # inputs whose sum of products of bytes fits into four bytes
 
 
@@ -55,10 +57,8 @@ class Layout:
             end += -(-_size(source) // LINE) * LINE
         self.memory = in_huge_pages(end)
         self._at = {_key(weight): self.memory.data_ptr() + place for weight, place in zip(self._held, places)}
-        call, threads = library().outrider_lay_out, torch.get_num_threads()
         for weight, source in zip(self._held, sources):
-            outs, inputs = source.shape
-            call(source.element_size(), source.data_ptr(), outs, inputs, self._at[_key(weight)], threads)
+            lay_out(source, self._at[_key(weight)])
             release(weight)
 
     def linear(self, weight: Tensor, bias: int | None = None) -> LinearStructure:
@@ -74,6 +74,22 @@ class Layout:
     def address(self, weight: Tensor) -> int | None:
         """Where a weight was laid out; None for one that was not."""
         return self._at.get(_key(weight))
+
+
+def lay_out(weight_VK: Tensor, at: int) -> None:
+    """Copy a weight to an address in the kernels' order, some outputs at a time: of one that is mapped from a file hardly more
+    than these is in memory.
+
+    Raises:
+        Unavailable: without compiled kernels.
+    """
+    outs, inputs = weight_VK.shape
+    call, size, threads = library().outrider_lay_out, weight_VK.element_size(), torch.get_num_threads()
+    # the last part is never less than a tile, as the kernels want it
+    for start, end in pairwise([*range(0, max(outs - TILE + 1, 1), CHUNK), outs]):
+        part_VK = weight_VK[start:end]
+        call(size, part_VK.data_ptr(), end - start, inputs, at + start * inputs * size, threads)
+        release(part_VK)
 
 
 def fits(weight: Tensor) -> bool:
@@ -94,10 +110,14 @@ def multiplies_bytes() -> bool:
 
 def _rounded(weight_VK: Tensor) -> tuple[Tensor, Tensor]:
     """A weight as bytes, larger by 128 so that none is below 0, and its scales [V]."""
-    wide_VK = weight_VK.float()
-    highest_V1 = wide_VK.abs().amax(-1, keepdim=True)
-    bytes_VK = (wide_VK * (127 / highest_V1).nan_to_num_(posinf=0.0)).round_()
-    return bytes_VK.add_(128).to(torch.uint8), highest_V1[:, 0] / 127
+    bytes_VK = torch.empty(weight_VK.shape, dtype=torch.uint8)
+    scales_V = torch.empty(len(weight_VK))
+    for part_VK, out_VK, scale_V in zip(*(whole.split(CHUNK // 8) for whole in (weight_VK, bytes_VK, scales_V))):
+        wide_VK = part_VK.float()
+        highest_V1 = wide_VK.abs().amax(-1, keepdim=True)
+        out_VK.copy_((wide_VK * (127 / highest_V1).nan_to_num_(posinf=0.0)).round_().add_(128))
+        torch.div(highest_V1[:, 0], 127, out=scale_V)
+    return bytes_VK, scales_V
 
 
 def _size(weight: Tensor) -> int:

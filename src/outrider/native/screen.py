@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from outrider.models.resident import in_huge_pages, release
-from outrider.native.layout import LONGEST, TILE, LinearStructure, fits, multiplies_bytes
+from outrider.native.layout import CHUNK, LONGEST, TILE, LinearStructure, fits, multiplies_bytes
 from outrider.native.library import library
 from outrider.native.linear import DTYPES
 from outrider.scores import Scores
 
-SIDE = 3  # tiles of a piece
-CHUNK = SIDE * TILE * 64  # outputs that are rounded at a time
 LARGEST = 2.0**40  # norm of an output's weights
 
 
@@ -72,8 +70,9 @@ class Screen:
         """Some outputs at a time, whole pieces: so that little of the weight has to be in memory."""
         starts = [*range(0, max(self.vocab - TILE + 1, 1), CHUNK), self.vocab]
         threads = torch.get_num_threads()
+        found = torch.empty(min(CHUNK, self.vocab) + TILE, self.inputs, dtype=torch.uint8)
         for start, end in pairwise(starts):
-            part, found = weight[start:end], torch.empty(end - start, self.inputs, dtype=torch.uint8)
+            part = weight[start:end]
             numbers = [numbers_V[start:].data_ptr() for numbers_V in self._numbers_3V]
             size = weight.element_size(), part.data_ptr(), end - start, self.inputs
             self._library.outrider_in_bytes(*size, found.data_ptr(), *numbers, threads)

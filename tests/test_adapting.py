@@ -6,6 +6,7 @@ Neither may show in the text, and the controller of shapes must not learn from t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.models.selftest import tree_model
 from outrider.options import options_from
 from outrider.sampling import Sampler
-from outrider.tree import OFF, parse_shape
+from outrider.tree import MATCHES, OFF, match_class, parse_shape
 
 ADAPTING = "chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "3x2x1@/4"
 TRUST = {2: 3, 3: 5, 4: 9}
@@ -114,6 +115,44 @@ def test_lookups_go_as_deep_as_the_match_is_long(match: int, depth: int) -> None
     assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after[:depth]
     (plain,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(15)])
     assert plain.tree.drafted == 15
+
+
+def test_of_all_places_where_a_match_stood_the_one_that_matches_longest_is_copied() -> None:
+    """The latest one shares four tokens with the end, an earlier one ten."""
+    shared, after = list(range(40, 50)), [7, 8, 9]
+    context = [*shared, *after, 1, 2, *shared[-4:], 3, 4, 5, *shared]
+    (draft,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(3)])
+    assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after
+    assert match_class(draft.matched) == MATCHES.index(8)
+
+
+@pytest.mark.parametrize(("match", "depth"), [(2, 1), (3, 2), (4, 3), (9, 4), (16, 5), (30, 6)])
+def test_a_shape_can_say_how_far_matches_are_trusted(match: int, depth: int) -> None:
+    known, after = list(range(100, 130)), list(range(20, 40))
+    context = [*known, *after, 1, *known[30 - match :]]
+    shape = replace(parse_shape(15), trust=(1, 2, 3, 4, 5, 6))
+    (draft,) = NgramDrafter(trust=TRUST).begin([context], [], 64).propose([context], [shape])
+    assert draft.tree.drafted == depth and not draft.unused
+
+
+def test_lookups_that_are_not_trusted_are_compared_with_what_is_written() -> None:
+    """The same rounds with lookups, and without: what is told of those left out is what they would have brought."""
+    hears = Listening("chain2~12")
+    hears.shape = replace(hears.shape, trust=(0,) * len(MATCHES))
+    result = engine(cascade()).generate(LOOPING, shape=hears, max_new_tokens=60)
+    text, told, at = [*LOOPING, *result.token_ids], 0, len(LOOPING)
+    for done in hears.heard:
+        (row,) = done.rows
+        assert not row.beyond
+        if row.matched:
+            (lookup,) = NgramDrafter().begin([[]], [], 0).propose([text[:at]], [parse_shape(12)])
+            tokens = lookup.tree.tokens[1:][: row.emitted]
+            same = [one == other for one, other in zip(tokens, text[at:])]
+            if at + row.emitted <= len(text):
+                assert row.unused == (len(tokens), same.index(False) if False in same else len(same))
+                told += 1
+        at += row.emitted
+    assert told > 3
 
 
 def test_a_lookup_is_not_held_to_the_shape_and_told_as_such() -> None:

@@ -16,7 +16,7 @@ from outrider.bench.regret import ARMS, Played, Seconds, Stream, compare, play, 
 from outrider.controller import Fixed
 from outrider.counterfactual import Counterfactual
 from outrider.rounds import Round, Walked
-from outrider.tree import OFF, parse_shape
+from outrider.tree import OFF, Shape, match_class, parse_shape
 
 GOOD, MIDDLE, BAD = (0.8, 0.08, 0.03), (0.55, 0.15, 0.08), (0.05, 0.03, 0.02)
 SHAPES = [parse_shape(arm) for arm in ARMS]
@@ -193,29 +193,64 @@ def test_a_tree_is_as_large_as_the_step_of_a_pass_that_pays(seed: int) -> None:
     assert dear["best3x8"] + dear["best1x8"] > 0.8 * dear.total()
 
 
+class Copying:
+    """A text that repeats stretches of itself: lookups after matches of two tokens go on with a chance of `first`, those in a
+    stretch with one of `lasting`; the drafter behind them brings `brings` tokens a round."""
+
+    def __init__(self, first: float, lasting: float, brings: int = 2, node: float = 0.01) -> None:
+        self.controller = Counterfactual([shape.adapting(0.05, 15) for shape in BUDGETS])
+        self.first, self.lasting, self.brings, self.node = first, lasting, brings, node
+        self.chance, self.matched = random.Random(0), 0
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            shape = self.controller.choose()
+            self.matched = self.matched or 2 * (self.chance.random() < 0.5)
+            copied, lasting = 0, self.first if self.matched < 3 else self.lasting
+            while self.matched and copied < 31 and self.chance.random() < lasting:
+                copied, lasting = copied + 1, self.lasting
+            depth = (
+                (shape.trust[match_class(self.matched)] if shape.trust else 15) if self.matched and shape.depth else 0
+            )
+            row = self._row(shape, depth, copied)
+            time = 1.0 + self.node * row.drafted + 0.5 * (row.drafted // 8)
+            self.controller.reward(Round(shape, [row], 0.2 if shape.depth and not depth else 0.0, time))
+            stopped = copied < row.emitted
+            self.matched = 0 if stopped or not self.matched else min(self.matched + row.emitted, 24)
+
+    def _row(self, shape: Shape, depth: int, copied: int) -> Walked:
+        kept = min(copied, depth)
+        if depth:
+            return Walked((0,) * kept, kept < depth, False, depth, True, beyond=True, matched=self.matched)
+        nodes, accepted = shape.nodes, min(self.brings - 1, shape.nodes)
+        unused = (accepted + 1, min(copied, accepted + 1)) if self.matched else (0, 0)
+        beliefs = [(0.9 / (place + 1), place < accepted) for place in range(nodes)]
+        return Walked((0,) * accepted, 1, False, nodes, True, 2, True, 4, beliefs, matched=self.matched, unused=unused)
+
+    @property
+    def trust(self) -> tuple[int, ...]:
+        return self.controller.chosen.trust
+
+
 def test_lookups_go_as_deep_as_the_step_of_a_pass_that_pays() -> None:
-    """Lookups come in between drafts, as deep as they may, and go on while all is kept: how long says how deep it pays to go."""
+    """The longer the match, the deeper: as far as what they copy takes less time than the next lookup would."""
+    lasting, ending = Copying(0.9, 0.99), Copying(0.9, 0.8)
+    for text in (lasting, ending):
+        text.rounds(400)
+    assert lasting.trust[-1] == 15 and 5 <= ending.trust[-1] <= 7
+    dear = Copying(0.9, 0.8, node=0.2)
+    dear.rounds(400)
+    assert dear.trust[-1] < 5
 
-    def reach(lasting: float, node: float = 0.01) -> int:
-        controller, chance = Counterfactual([shape.adapting(0.05, 15) for shape in BUDGETS]), random.Random(0)
-        copying = False
-        for _ in range(400):
-            shape = controller.choose()
-            if (copying or chance.random() < 0.3) and shape.depth:
-                kept = 0
-                while kept < shape.reach and chance.random() < lasting:
-                    kept += 1
-                row = Walked((0,) * kept, kept < shape.reach, False, shape.reach, True, beyond=True)
-                copying = kept == shape.reach
-            else:
-                row = Walked((0,), 1, False, shape.nodes, True, 2, True, 4, [(0.5, True)] * min(shape.nodes, 1))
-            time = 1.0 + node * row.drafted + 0.5 * (row.drafted // 8)
-            controller.reward(Round(shape, [row], 0.0 if row.beyond else 0.2, time))
-        return controller.choose().reach
 
-    assert reach(0.99) == 15
-    assert reach(0.85) == 7
-    assert reach(0.1, node=0.03) == 3
+def test_lookups_are_left_out_where_the_drafter_behind_them_brings_more_and_come_back() -> None:
+    """A lookup that is not drafted is compared with what was written instead of it."""
+    text = Copying(0.2, 0.98, brings=4)
+    text.rounds(200)
+    assert text.trust[0] == 0 and text.trust[-1] >= 7
+    text.first = 0.98
+    text.rounds(200)
+    assert text.trust[0] > 0, "nobody drafted one in between"
 
 
 def test_the_purse_bounds_what_drafting_loses_whatever_is_believed() -> None:

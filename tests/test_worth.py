@@ -6,8 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from families import tiny
 from helpers import NEW, PROMPT, expected, lm
@@ -23,7 +21,7 @@ from outrider.options import Options
 from outrider.rounds import Round, Walked
 from outrider.tree import OFF, parse_shape
 from outrider.verify import Draft
-from outrider.worth import REACHES, Stretches, Worth, totals
+from outrider.worth import Copies, Instead, Worth, totals
 
 
 def watched(drafter: Any, drafts: list[Draft]) -> Any:
@@ -78,55 +76,59 @@ def test_nodes_that_are_not_there_cost_nothing_and_bring_nothing() -> None:
     assert seconds[6] == pytest.approx(seconds[2], abs=0.05) == pytest.approx(3.0, abs=0.05)
 
 
-# ---- stretches -------------------------------------------------------------------------------------------------------
+# ---- lookups ---------------------------------------------------------------------------------------------------------
 
 
-def copied(length: int, reach: int, first: int = 15) -> list[Walked]:
-    """Rounds of lookups that copy so many tokens, `reach` deep, the first as deep as its match is trusted; then another round."""
-    found, left, depth = list[Walked](), length, min(first, reach)
-    while left > 0:
-        kept = min(left - 1, depth)
-        found.append(Walked((0,) * kept, kept < depth, False, depth, True, beyond=True))
-        left, depth = left - kept - 1, reach
-    if found and len(found[-1].ranks) == found[-1].drafted:
-        found.append(Walked((), 1, False, 7, True))
+def looked_up(chances: list[float], lookups: int, depth: int) -> Copies:
+    """Lookups of one depth, each token of which is kept with a chance of its own where those before it are."""
+    found, chance = Copies(len(chances)), random.Random(0)
+    for _ in range(lookups):
+        kept = next((place for place in range(depth) if chance.random() > chances[place]), depth)
+        found.see(depth, kept)
     return found
 
 
-@given(
-    lengths=st.lists(st.integers(2, 90), min_size=1, max_size=6),
-    reach=st.sampled_from(REACHES),
-    first=st.sampled_from((7, 11, 15)),
-)
-def test_a_stretch_tells_how_many_passes_every_reach_would_have_taken(
-    lengths: list[int], reach: int, first: int
-) -> None:
-    """Whatever the reach was, as long as the first lookup says how far its match was trusted."""
-    heard = Stretches()
-    for length in lengths:
-        for row in copied(length, reach, first):
-            heard.hear([row], reach)
-    assert heard.count == [len(lengths)]
-    trusted = first if first < reach else 15  # a lookup that went as deep as it might could have gone deeper
-    played = {other: [copied(length, other, trusted) for length in lengths] for other in REACHES}
-    wanted = [sum(sum(row.beyond for row in rows) - 1 for rows in played[other]) for other in REACHES]
-    assert heard.further == wanted
+def test_short_lookups_tell_of_the_tokens_that_they_reach() -> None:
+    chances = [0.6, 0.8, 0.9, 0.7, 0.95, 0.95, 0.5, 0.5]
+    deep, shallow = (looked_up(chances, 4000, depth).chances() for depth in (8, 4))
+    assert deep == pytest.approx(chances, abs=0.05) and shallow[:4] == pytest.approx(chances[:4], abs=0.05)
+    assert shallow[4:] == pytest.approx([shallow[3]] * 4), "what was not reached is as likely as what comes before it"
 
 
-def test_rows_have_stretches_of_their_own_and_a_new_batch_begins_new_ones() -> None:
-    heard, whole = Stretches(), Walked((0,) * 7, 0, False, 7, True, beyond=True)
-    drafted, wrong = Walked((), 1, False, 7, True), Walked((), 1, False, 7, True, beyond=True)
-    for rows in ([whole, drafted], [whole, wrong], [drafted, drafted]):
-        heard.hear(rows, 7)
-    assert heard.count == [2] and heard.further == [3, 1, 1, 0]
-    heard.hear([whole, whole], 7)
-    heard.hear([drafted], 7)
-    assert heard.count == [2], "who knows which row went on?"
+def test_a_lookup_that_ends_early_tells_nothing_of_what_is_behind_its_end() -> None:
+    found = Copies(6)
+    found.see(2, 2)
+    found.see(5, 1)
+    assert found.tries == [2, 2, 0, 0, 0, 0] and found.kept == [2, 1, 0, 0, 0, 0]
 
 
-def test_before_anything_was_copied_deeper_lookups_need_fewer_passes() -> None:
-    found = [*Stretches().passes().values()]
-    assert found == sorted(found, reverse=True) and 0.5 < found[0] < 1.0 and found[-1] < 0.05
+def test_expected_tokens_are_sums_over_all_that_must_be_kept() -> None:
+    found = looked_up([0.5, 0.5, 0.5], 100_000, 3).tokens()
+    assert found == pytest.approx([0.0, 0.5, 0.75, 0.875], abs=0.01)
+
+
+def test_what_was_settled_is_expected_until_rounds_say_otherwise() -> None:
+    found = looked_up([0.9, 0.2], 1000, 2)
+    found.settle()
+    assert found.tries == [0, 0] and found.chances() == pytest.approx([0.9, 0.2], abs=0.05)
+    for _ in range(200):
+        found.see(2, 0)
+    assert found.chances()[0] < 0.1 and found.chances()[1] == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_drafter_is_judged_where_it_drafts_instead_of_a_lookup() -> None:
+    instead = Instead(2)
+    assert instead.tokens(3.0) == [3.0, 3.0], "unseen, it brings what it brings elsewhere"
+    for _ in range(1000):
+        instead.see(0, 4)
+        instead.see(1, 1)
+        instead.see(2, 2)  # no lookup was found
+    assert instead.tokens(3.0) == pytest.approx([4.0, 1.0], abs=0.05)
+    instead.settle()
+    average = (4 + 1 + 2) / 3
+    assert instead.rounds == [0, 0, 0] and instead.tokens(6.0) == pytest.approx(
+        [6.0 * 4 / average, 6.0 / average], rel=0.02
+    )
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from outrider.worth import totals
 
 SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
-OTHER = 0.03  # share of the time that another reach must save: what is known of lookups rests on few of them
+OTHER = 0.03  # share of the time that another depth of lookups must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 TRUST = 16.0  # rounds that a prior is worth
 START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain rounds
@@ -149,7 +149,9 @@ class Counterfactual:
                 worth = self.knowledge.calibration.worth(self.unit)
                 self.stops = stops(worth, speed, self.rows, node, *clocks.drafting())
             shape = replace(shape, least=self.stops.least, enough=self.stops.enough)
-        self.chosen = replace(shape, reach=self._reach()) if self.reach else shape
+        if self.reach:
+            shape = replace(shape, reach=self.reach, trust=self._trust(speed))
+        self.chosen = shape
 
     def _ratings(self) -> list[Rating]:
         """Of every shape that may be drafted."""
@@ -198,13 +200,25 @@ class Counterfactual:
         _, shape = fastest_tree(chances, lambda shape: self._rating(shape, 1.0).seconds, TREE_NODES, TREE_DEPTHS)
         self.tree = shape.adapting(0.0, self.reach) if shape.depth else None
 
-    def _reach(self) -> int:
-        """How deep lookups go: what they copy is the same, so the depth that takes the least time to copy it."""
-        sums = totals(self.knowledge.lookups.chances(self.unit), self.verify)
-        further = self.knowledge.stretches.passes(self.unit)
-        took = {r: sums[r][1] + more * self.verify(r) for r, more in further.items() if r <= self.reach}
-        best, before = min(took, key=took.__getitem__, default=self.reach), self.chosen.reach
-        return before if before in took and took[best] > (1.0 - OTHER) * took[before] else best
+    def _trust(self, speed: float) -> tuple[int, ...]:
+        """How deep lookups go, by how long their match is, and where the drafter behind them brings more than they do.
+
+        What a deeper lookup copies, the next one would copy too: so it pays where it takes less time than lookups after longer
+        matches do.
+
+        Args:
+            speed: tokens a second.
+        """
+        assert self.best is not None
+        passes, depths = [self.verify(depth) for depth in range(self.reach + 1)], range(1, self.reach + 1)
+        others, later, found = self.knowledge.instead.tokens(self.best.length, self.unit), 0.0, list[int]()
+        for copies, other in zip(reversed(self.knowledge.lookups), reversed(others)):
+            tokens = [1.0 + kept for kept in copies.tokens(self.unit)]
+            later = max(later, *(tokens[depth] / passes[depth] for depth in depths))
+            best = max(depths, key=lambda depth: tokens[depth] - later * passes[depth])
+            gain = tokens[best] - other - speed * (passes[best] - self.best.seconds)
+            found.append(best if gain >= 0 else 0)
+        return tuple(reversed(found))
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -292,7 +306,9 @@ class Counterfactual:
         Raises:
             ValueError: when this is not a state.
         """
-        self.knowledge, times = from_data(state)
+        knowledge, times = from_data(state)
+        knowledge.expect(self.knowledge)
+        self.knowledge = knowledge
         self.clocks.restore(**times)
 
     def believe(self, prior: Mapping[str, Any]) -> None:
@@ -303,6 +319,7 @@ class Counterfactual:
             ValueError: when this is not a state.
         """
         knowledge, times = from_data(prior)
+        knowledge.settle()
         knowledge.scale(min(1.0, TRUST / max(times["rounds"][2], 1.0)))
         self.clocks.believe(times, TRUST)
         self.knowledge = knowledge

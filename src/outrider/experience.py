@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from outrider.models.files import write_atomically
 from outrider.paths import statistics_dir
 
-FORMAT, VERSION = "outrider statistics", 4
+FORMAT, VERSION = "outrider statistics", 5
 LARGEST_FILE = 1_000_000  # bytes; a file of ours has a few thousand
 WORTH_WRITING = 32  # rounds
 

@@ -13,8 +13,8 @@ from outrider.clocks import GROUPS, Clocks
 from outrider.cost import Acceptance
 from outrider.rounds import Round, Walked
 from outrider.stopping import Calibration, Going, Table
-from outrider.tree import Shape
-from outrider.worth import Stretches, Worth
+from outrider.tree import MATCHES, Shape, match_class
+from outrider.worth import Copies, Instead, Worth
 
 MOST_NODES, MOST_LOOKED_UP = 32, 16  # places of nodes that are told apart
 
@@ -25,7 +25,8 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.acceptance, self.calibration, self.going = Acceptance(), Calibration(), Going()
-        self.nodes, self.lookups, self.stretches = Worth(MOST_NODES), Worth(MOST_LOOKED_UP), Stretches()
+        self.nodes, self.lookups = Worth(MOST_NODES), [Copies(MOST_LOOKED_UP) for _ in MATCHES]
+        self.instead = Instead(len(MATCHES))
 
     def hear(self, done: Round, weight: float = 1.0) -> None:
         """Count a round that asked for drafts.
@@ -33,16 +34,16 @@ class Knowledge:
         Args:
             weight: of each row.
         """
-        self.stretches.hear(done.rows, done.shape.reach, weight)
         for row in done.rows:
             self.see(row, done.shape, weight)
 
     def see(self, row: Walked, shape: Shape, weight: float = 1.0) -> None:
         """Count a walk down a tree that was grown by a shape."""
+        copied = (row.drafted, len(row.ranks)) if row.beyond else row.unused
+        self.lookups[match_class(row.matched)].see(*copied, weight)
         if row.beyond:
-            kept = len(row.ranks)
-            self.lookups.see([place < kept for place in range(row.drafted)], shape.reach, weight)
             return
+        self.instead.see(match_class(row.matched) if row.matched else len(MATCHES), row.emitted, weight)
         self.calibration.see(row, weight)
         self.going.see(row, weight)
         if shape.budget:
@@ -52,8 +53,22 @@ class Knowledge:
 
     def scale(self, factor: float) -> None:
         """Let all that was seen weigh `factor` times as much."""
-        for part in (self.acceptance, self.calibration, self.going, self.nodes, self.lookups, self.stretches):
+        for part in (self.acceptance, self.calibration, self.going):
             part.scale(factor)
+        for counts in (self.nodes, *self.lookups, self.instead):
+            counts.scale(factor)
+
+    def settle(self) -> None:
+        """Take what was counted of lookups for what is to be expected before anything is seen."""
+        for copies in self.lookups:
+            copies.settle()
+        self.instead.settle()
+
+    def expect(self, other: Knowledge) -> None:
+        """Expect of lookups what another expects."""
+        for mine, copies in zip(self.lookups, other.lookups):
+            mine.believed = copies.believed
+        self.instead.ratios = other.instead.ratios
 
     def _tables(self) -> dict[str, Table]:
         return {"kept": self.calibration.kept, "on": self.calibration.on, "going": self.going.table}
@@ -65,8 +80,10 @@ class Knowledge:
             rows |= {f"tries.{depth}": acceptance.tries[depth], f"hits.{depth}": acceptance.hits[depth]}
         for name, table in self._tables().items():
             rows |= {f"{name}.tries": table.tries, f"{name}.hits": table.hits}
-        for name, worth in (("nodes", self.nodes), ("lookups", self.lookups), ("stretches", self.stretches)):
-            rows |= {f"{name}.{key}": row for key, row in worth.rows().items()}
+        for name, part in (("nodes", self.nodes), ("instead", self.instead)):
+            rows |= {f"{name}.{key}": row for key, row in part.rows().items()}
+        for matched, copies in zip(MATCHES, self.lookups):
+            rows |= {f"lookups.{matched}.{key}": row for key, row in copies.rows().items()}
         return rows
 
 

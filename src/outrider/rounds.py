@@ -29,6 +29,9 @@ class Walked:
         beliefs: of every drafted node, the drafter's probability of the path to it, and whether that path was kept; in the order
             of depth, empty where the drafter has no probabilities.
         beyond: the tree was not held to the shape, so it tells nothing of shapes.
+        matched: tokens of the text that a lookup follows, drafted or not.
+        unused: of a lookup that was not drafted, how many tokens can be compared with what was written, and how many are
+            the same from the first one on.
     """
 
     ranks: tuple[int, ...]
@@ -41,6 +44,8 @@ class Walked:
     fed: int | None = None
     beliefs: Sequence[tuple[float, bool]] = ()
     beyond: bool = False
+    matched: int = 0
+    unused: tuple[int, int] = (0, 0)
 
     @property
     def emitted(self) -> int:
@@ -113,7 +118,18 @@ def walked(draft: Draft, verdict: Verdict, shape: Shape) -> Walked:
         draft.fed if draft.fed is not None else sum(map(bool, children)) or None,
         [(belief, node in kept) for node, belief in sorted(draft.beliefs.items())],
         bool(draft.beyond),
+        draft.matched,
+        _compared(draft, verdict),
     )
+
+
+def _compared(draft: Draft, verdict: Verdict) -> tuple[int, int]:
+    """A lookup that was not drafted against what was written."""
+    if not draft.unused:
+        return 0, 0
+    written = [*draft.tree.path_tokens(verdict.path[-1])[1:], verdict.next_token]
+    pairs = list(zip(draft.unused, written))
+    return len(pairs), next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
 
 def _asked(shape: Shape, ranks: Sequence[int]) -> int:

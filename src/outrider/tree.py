@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -88,6 +89,7 @@ class Shape:
         within: the same happens to a node whose path is so many times less probable than the best path of its level.
         enough: a level whose parents are together less probable than this is not drafted.
         reach: how deep a drafter that costs nothing may go where it is asked first, whatever the levels say.
+        trust: how much less deep after a short match, by the places of `MATCHES`; (): as deep as that drafter trusts it.
     """
 
     levels: tuple[tuple[int, ...], ...]
@@ -97,6 +99,7 @@ class Shape:
     reach: int = 0
     within: float = math.inf
     enough: float = 0.0
+    trust: tuple[int, ...] = ()
 
     @property
     def believes(self) -> bool:
@@ -177,10 +180,16 @@ class Shape:
     @cached_property
     def lookup(self) -> Shape:
         """The chain that a drafter which costs nothing may draft, `reach` deep."""
-        return uniform((1,) * self.reach)
+        return replace(uniform((1,) * self.reach), trust=self.trust)
 
 
 OFF = Shape((), "off")
+MATCHES = 2, 3, 4, 8, 16, 24  # tokens: lookups are told apart by how long the match is that they follow
+
+
+def match_class(tokens: int) -> int:
+    """Place in `MATCHES` of the lookups that follow a match of so many tokens."""
+    return max(bisect_right(MATCHES, tokens) - 1, 0)
 
 
 def uniform(counts: Sequence[int]) -> Shape:

@@ -76,6 +76,8 @@ class Draft:
         fed: nodes and tokens of the text that were fed to a model to draft this; None: the nodes with children.
         levels: steps that this took; None: as many as the tree is deep.
         reading: seconds of these that went into text far behind, such as a prompt.
+        matched: tokens of the text that what was looked up follows, as far as they were counted; 0: nothing was found.
+        unused: what was looked up and not drafted, as it is not trusted.
     """
 
     tree: TokenTree
@@ -85,6 +87,8 @@ class Draft:
     fed: int | None = None
     levels: int | None = None
     reading: float = 0.0
+    matched: int = 0
+    unused: Sequence[int] = ()
 
 
 def verify_coupled(tree: TokenTree, pick: Callable[[int], int], ends: Container[int] = frozenset()) -> Verdict:

@@ -1,4 +1,4 @@
-"""What the next node of a tree is worth, how often it is there and kept, and how long copied stretches go on.
+"""What the next node of a tree is worth, how often it is there and kept; and the next token of a lookup.
 
 Nodes are taken in the order of the drafter's belief in them, tokens of a lookup in the order of the text. A tree of the n best
 nodes holds that of the n - 1 best ones: so one round tells what every smaller budget would have brought, and a pass that gets
@@ -7,18 +7,31 @@ dearer in steps is filled up to the step that pays.
 
 from __future__ import annotations
 
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-
-from outrider.rounds import Walked
 
 # before anything was seen: how often the first node is kept, and each next one by that of the one before
 FIRST, NEXT = 0.6, 0.8
 BELIEF = 2.0  # rounds that this is worth
-REACHES = 3, 7, 11, 15  # of lookups: with the root, groups of rows are full or half full
+COPIED = 12.0  # lookups that what was counted of others is worth
 
 
-class Worth:
+class Counts(ABC):
+    """Weighted counts."""
+
+    @abstractmethod
+    def rows(self) -> dict[str, list[float]]:
+        """Counts by name."""
+
+    def scale(self, factor: float) -> None:
+        """Let all that was counted weigh `factor` times as much."""
+        for row in self.rows().values():
+            row[:] = [value * factor for value in row]
+
+
+class Worth(Counts):
     """Weighted counts by the place of a node in its order.
 
     Args:
@@ -44,11 +57,6 @@ class Worth:
     def rows(self) -> dict[str, list[float]]:
         """Counts by name."""
         return {"tries": self.tries, "there": self.there, "kept": self.kept}
-
-    def scale(self, factor: float) -> None:
-        """Let all that was counted weigh `factor` times as much."""
-        for row in self.rows().values():
-            row[:] = [value * factor for value in row]
 
     def chances(self, unit: float = 1.0) -> list[tuple[float, float]]:
         """By place: how often a node is there, and how often it is there and kept. What was not seen is as before it.
@@ -76,57 +84,84 @@ def totals(chances: Sequence[tuple[float, float]], seconds: Callable[[int], floa
     return list(zip(tokens, accumulate(steps, initial=times[0])))
 
 
-class Stretches:
-    """How long texts go on to be copied: lookups one after the other, each kept whole but for the last, are one stretch. From its
-    tokens follows how many passes it takes where lookups go deeper, or less deep, than they went.
+class Copies(Counts):
+    """How often the next token of a lookup is kept where those before it were.
 
-    A lookup that begins a stretch goes as deep as its match is trusted; those behind it have a long match, and go as deep as
-    they may.
+    Args:
+        size: places; tokens behind are not counted.
     """
 
-    def __init__(self) -> None:
-        self.count, self.further = [0.0], [0.0] * len(REACHES)
-        self.open: list[
-            tuple[int, int]
-        ] = []  # of every row, in a stretch: its tokens, and how deep its first lookup may go
+    def __init__(self, size: int) -> None:
+        self.tries, self.kept = [0.0] * size, [0.0] * size
+        self.believed: list[float] | None = None
 
-    def hear(self, rows: Sequence[Walked], reach: int, weight: float = 1.0) -> None:
-        """Follow a round that asked for drafts, whether they were looked up or not.
-
-        Args:
-            reach: how deep lookups might have gone.
-        """
-        if len(rows) != len(self.open):
-            self.open = [(0, 0)] * len(rows)
-        for place, row in enumerate(rows):
-            tokens, first = self.open[place]
-            if row.beyond:
-                first = first or (row.drafted if row.drafted < reach else REACHES[-1])
-                tokens += row.emitted
-            if tokens and not (row.beyond and len(row.ranks) == row.drafted):
-                self._end(tokens, first, weight)
-                tokens = first = 0
-            self.open[place] = tokens, first
-
-    def _end(self, tokens: int, first: int, weight: float) -> None:
-        self.count[0] += weight
-        for place, reach in enumerate(REACHES):
-            rest = tokens - min(first, reach) - 1
-            self.further[place] += weight * max(0, -(-rest // (reach + 1)))
+    def see(self, drafted: int, kept: int, weight: float = 1.0) -> None:
+        """Count a lookup: tokens behind the first wrong one tell nothing."""
+        for place in range(min(kept + 1, drafted, len(self.tries))):
+            self.tries[place] += weight
+            self.kept[place] += weight * (place < kept)
 
     def rows(self) -> dict[str, list[float]]:
         """Counts by name."""
-        return {"count": self.count, "further": self.further}
+        return {"tries": self.tries, "kept": self.kept}
 
-    def scale(self, factor: float) -> None:
-        """Let all that was counted weigh `factor` times as much."""
-        for row in self.rows().values():
-            row[:] = [value * factor for value in row]
+    def settle(self) -> None:
+        """Take what was counted for what is to be expected before anything is seen."""
+        self.believed = self.chances()
+        self.scale(0.0)
 
-    def passes(self, unit: float = 1.0) -> dict[int, float]:
-        """By reach: passes expected of a stretch behind its first one."""
-        lean, found = BELIEF * unit, dict[int, float]()
-        for reach, further in zip(REACHES, self.further):
-            whole = NEXT ** (reach + 1)  # before anything was seen, each token is as likely as the one before it
-            found[reach] = (further + lean * whole / (1.0 - whole)) / (self.count[0] + lean)
-        return found
+    def chances(self, unit: float = 1.0) -> list[float]:
+        """By place: how often a token is kept where those before it were. Without a belief, one that was not reached is as likely
+        as the one before it.
+
+        Args:
+            unit: weight of one observation of now.
+        """
+        lean, found = (COPIED if self.believed else BELIEF) * unit, [FIRST]
+        for place, (tries, kept) in enumerate(zip(self.tries, self.kept)):
+            before = self.believed[place] if self.believed else found[-1]
+            found.append((kept + lean * before) / (tries + lean))
+        return found[1:]
+
+    def tokens(self, unit: float = 1.0) -> list[float]:
+        """Of lookups of every depth from 0 on: tokens expected to be kept."""
+        return [0.0, *accumulate(accumulate(self.chances(unit), operator.mul))]
+
+
+class Instead(Counts):
+    """What the drafter behind lookups brings where one of them was found and left unused, by how long its match is; the last
+    place is for rounds in which none was found.
+
+    Args:
+        size: lengths of matches that are told apart.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rounds, self.emitted = [0.0] * (size + 1), [0.0] * (size + 1)
+        self.ratios = [1.0] * size  # to what is brought on average, before anything was seen
+
+    def see(self, place: int, emitted: int, weight: float = 1.0) -> None:
+        """Count a round of that drafter."""
+        self.rounds[place] += weight
+        self.emitted[place] += weight * emitted
+
+    def rows(self) -> dict[str, list[float]]:
+        """Counts by name."""
+        return {"rounds": self.rounds, "emitted": self.emitted}
+
+    def settle(self) -> None:
+        """Take what was counted for what is to be expected before anything is seen."""
+        average = sum(self.emitted) / sum(self.rounds) if sum(self.rounds) else 1.0
+        self.ratios = [tokens / average for tokens in self.tokens(average)]
+        self.scale(0.0)
+
+    def tokens(self, average: float, unit: float = 1.0) -> list[float]:
+        """By the length of the match: tokens expected of a round.
+
+        Args:
+            average: tokens expected of any round.
+            unit: weight of one observation of now.
+        """
+        lean = COPIED * unit
+        each = zip(self.rounds, self.emitted, self.ratios)
+        return [(emitted + lean * ratio * average) / (rounds + lean) for rounds, emitted, ratio in each]

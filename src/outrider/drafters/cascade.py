@@ -49,19 +49,22 @@ class CascadeDraftState(DraftStateTeam):
         """Per row the first tree that is more than its root."""
         self.asked = []
         chosen: list[Draft | None] = [None] * len(contexts)
+        unused = list[Draft | None](chosen)
         for state, free in zip(self.states, self.free):
             mine = [shape.lookup if free and shape.reach else shape for shape in shapes]
             wanted = [shape if draft is None else OFF for shape, draft in zip(mine, chosen)]
             drafts = state.propose(contexts, wanted)
             if free:
                 drafts = [replace(d, beyond=free) if s.reach and d.tree.drafted else d for d, s in zip(drafts, shapes)]
+                unused = [new if old is None and new.unused else old for old, new in zip(unused, drafts)]
             self.asked.append((state, drafts))
             chosen = [new if old is None and new.tree.drafted else old for old, new in zip(chosen, drafts)]
             if all(draft is not None for draft in chosen):
                 break
         last = self.asked[-1][1]
         self.chosen = [draft if draft is not None else last[row] for row, draft in enumerate(chosen)]
-        return self.chosen
+        told = [(draft, other) for draft, other in zip(self.chosen, unused)]
+        return [replace(d, matched=o.matched, unused=o.unused) if o and not d.beyond else d for d, o in told]
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Tell those that were asked how far their own tree was followed; the others read it in the next contexts."""

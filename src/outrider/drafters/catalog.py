@@ -51,7 +51,7 @@ LEAST = (
     0.08  # branches of shapes that are chosen for models end where the drafter believes in their path less than this
 )
 REACH = 15  # how deep lookups before a model may go
-TRUST = {2: 7, 3: 11, 4: 15}  # how deep a lookup before a model goes after a match of so many tokens
+TRUST = {2: 7, 16: 15}  # how deep a lookup before a model goes after a match of so many tokens, or more
 TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 SHIPPED = ("table", "head", "hybrid", "mamba")
 

@@ -7,10 +7,13 @@ longer matches before shorter ones. Proposals are made without chance, so their 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from outrider.sampling import Sampler
-from outrider.tree import Shape, TokenTree
+from outrider.tree import MATCHES, Shape, TokenTree, match_class
 from outrider.verify import Draft, Trial, Verdict
+
+MOST_ENDS = 64  # places where a match stood before that are looked at, the latest ones
 
 
 class NgramDrafter:
@@ -18,7 +21,7 @@ class NgramDrafter:
 
     Args:
         longest, shortest: sizes of the n-grams looked up, longest first.
-        trust: how deep to draft after a match of so many tokens; sizes that are not named are trusted as deep as asked.
+        trust: how deep to draft after a match of so many tokens or more; shorter ones are trusted as deep as asked.
     """
 
     name = "ngram"
@@ -34,6 +37,25 @@ class NgramDrafter:
     ) -> NgramDraftState:
         """Start with empty indexes; they read the prompts at the first proposal."""
         return NgramDraftState([NgramIndex(self.longest, self.shortest, self.trust) for _ in prompts])
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What followed a match.
+
+    Args:
+        matched: tokens of the match, as far as they were counted.
+        trusted: how many of the tokens to draft.
+    """
+
+    matched: int
+    tokens: list[int]
+    trusted: int
+
+    @property
+    def drafted(self) -> list[int]:
+        """Tokens to draft."""
+        return self.tokens[: self.trusted]
 
 
 class NgramIndex:
@@ -52,19 +74,34 @@ class NgramIndex:
                     self.after.setdefault(tuple(text[end - size : end]), []).append(end)
         self.read = max(len(text), 1)
 
-    def continuations(self, text: Sequence[int], depth: int, most: int) -> list[list[int]]:
-        """Up to `most` different continuations of the end of `text`, each of up to `depth` tokens."""
-        found: list[list[int]] = []
+    def continuations(self, text: Sequence[int], shape: Shape) -> list[Continuation]:
+        """Different continuations of the end of `text`, as many and as deep as a shape has room for."""
+        most, found = shape.nodes if shape.budget else shape.width, list[Continuation]()
         for size in self.sizes:
             if len(text) < size:
                 continue
-            for end in reversed(self.after.get(tuple(text[-size:]), ())[-64:]):
-                branch = self._copy(text, end, min(depth, self.trust.get(size, depth)))
-                if not any(branch == other[: len(branch)] for other in found):
-                    found.append(branch)
+            for matched, end in self._matches(text, size):
+                tokens = self._copy(text, end, shape.depth)
+                new = Continuation(matched, tokens, min(self._trusted(matched, shape), len(tokens)))
+                if not any(new.drafted == other.tokens[: new.trusted] for other in found):
+                    found.append(new)
                 if len(found) >= most:
                     return found
         return found
+
+    def _matches(self, text: Sequence[int], size: int) -> list[tuple[int, int]]:
+        """Where the last `size` tokens stood before, and how many tokens match there: most first, of equals the latest."""
+        ends = self.after.get(tuple(text[-size:]), ())[-MOST_ENDS:]
+        longer = [m for m in reversed(MATCHES) if m > size and m < len(text)] if size == self.sizes[0] else []
+        tails = [(m, text[-m:]) for m in longer]
+        found = [(next((m for m, tail in tails if text[max(end - m, 0) : end] == tail), size), end) for end in ends]
+        return sorted(found, reverse=True)
+
+    def _trusted(self, matched: int, shape: Shape) -> int:
+        """How deep to draft after a match."""
+        if shape.trust:
+            return shape.trust[match_class(matched)]
+        return self.trust[max(named)] if (named := [size for size in self.trust if size <= matched]) else shape.depth
 
     @staticmethod
     def _copy(text: Sequence[int], start: int, depth: int) -> list[int]:
@@ -90,11 +127,11 @@ class NgramDraftState:
             index.follow(context)
             tree = TokenTree(context[-1])
             trials: dict[int, list[Trial]] = {}
-            most = shape.nodes if shape.budget else shape.width
-            branches = index.continuations(context, shape.depth, most) if shape.depth else []
-            for branch in branches:
-                _add_branch(tree, trials, branch, shape)
-            drafts.append(Draft(tree, trials))
+            found = index.continuations(context, shape) if shape.depth else []
+            for one in found:
+                _add_branch(tree, trials, one.drafted, shape)
+            matched, tokens = (found[0].matched, found[0].tokens) if found else (0, ())
+            drafts.append(Draft(tree, trials, matched=matched, unused=() if tree.drafted else tokens))
         return drafts
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:

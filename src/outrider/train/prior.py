@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from outrider.drafters.folder import PRIOR, read_priors
 from outrider.knowledge import Knowledge, to_data
 from outrider.models.files import check_writable, write_atomically
 from outrider.rounds import Round
-from outrider.tree import OFF, Shape, parse_shape
+from outrider.tree import MATCHES, OFF, Shape, parse_shape
 
 if TYPE_CHECKING:
     from outrider.api import Engine
@@ -61,6 +62,11 @@ def measure_prior(
     widest = max(learned_arms(engine.drafter), key=lambda arm: arm.nodes)
     fixed = [parse_shape(name).adapting(LEAST, widest.reach) for name in SHAPES]
     grown = [widest.adapting(LEAST, widest.reach, enough=ENOUGH)] if widest.budget else fixed
+    # lookups are all trusted in one round, and none of them in the next one: what each would have brought is seen anyway
+    fixed, grown = (
+        [replace(s, trust=(depth,) * len(MATCHES)) for s in shapes for depth in (s.reach, 0)]
+        for shapes in (fixed, grown)
+    )
     listening = Listening(grown)
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), "measuring")

@@ -25,7 +25,7 @@ from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
 from outrider.worth import totals
 
-SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; later on, between two times
+SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; rounds between two times later on
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
 OTHER = 0.03  # share of the time that another depth of lookups must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
@@ -93,6 +93,7 @@ class Counterfactual:
         self.arms = [arm.adapting(0.0, arm.reach, arm.within) for arm in arms if arm.depth]
         self.tree: Shape | None = None
         self.rows, self.rounds, self.drafted = 1, 0, 0
+        self.regrow, self.waiting = SOON, list[Round]()
         self.best: Rating | None = None
         self.chosen = OFF
         self.going, self.verify = self.knowledge.going.chances(), self.clocks.verify(1)
@@ -163,7 +164,7 @@ class Counterfactual:
         found = list[Rating]()
         if fixed:
             chances = self.knowledge.acceptance.chances(self.unit)
-            if self.clocks.asked and (self.drafted == SOON or self.drafted % REGROW == 0):
+            if self.clocks.asked and self.drafted >= self.regrow:
                 self._grow(chances)
             fixed += [self.tree] if self.tree else []
             found += [self._rating(shape, 1.0 + tails(shape, chances)[0]) for shape in fixed]
@@ -198,7 +199,7 @@ class Counterfactual:
     def _grow(self, chances: Sequence[Sequence[float]]) -> None:
         """Make the best tree for the acceptance seen so far an arm, in the place of the one before."""
         _, shape = fastest_tree(chances, lambda shape: self._rating(shape, 1.0).seconds, TREE_NODES, TREE_DEPTHS)
-        self.tree = shape.adapting(0.0, self.reach) if shape.depth else None
+        self.tree, self.regrow = shape.adapting(0.0, self.reach) if shape.depth else None, self.drafted + REGROW
 
     def _trust(self, speed: float) -> tuple[int, ...]:
         """How deep lookups go, by how long their match is, and where the drafter behind them brings more than they do.
@@ -223,29 +224,37 @@ class Counterfactual:
     # -- learning --------------------------------------------------------------------------------------------------
 
     def reward(self, done: Round) -> None:
-        """Learn from a round about all shapes."""
+        """Learn from a round about all shapes: from several at once where drafting goes on, since between two passes all code is
+        cold."""
         if done.seconds <= 0 or not done.rows:
             return
         self.rounds += len(done.rows) == 1
         if len(done.rows) != self.rows:
+            self._learn()
             self.rows, self.best = len(done.rows), None
             self.pace = self.paces.setdefault(self.rows.bit_length(), _Pace(Clocks()))
         self._pay(done)
-        self.clocks.hear(done)
-        self.pace.since += 1
-        if not done.shape.depth:
-            self.pace.since = 0
-            return
-        self._age()
-        self.knowledge.hear(done, self.unit / self.rows)
-        if done.beyond:
-            self.found[0] += self.unit * done.emitted / self.rows
-            self.found[1] += self.unit * done.seconds
-            return
-        self._hear(done)
-        if not self.clocks.plain:
-            return
-        if self.drafted <= SOON or self.drafted % REFRESH == 0 or not self.pace.on or (self.pace.purse or 0.0) < 0:
+        self.pace.since = self.pace.since + 1 if done.shape.depth else 0
+        self.waiting.append(done)
+        is_calm = self.pace.on and (self.pace.purse or 0.0) >= 0 and self.drafted >= SOON
+        if not is_calm or len(self.waiting) >= REFRESH:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take in the rounds that wait for it."""
+        waiting, self.waiting = self.waiting, []
+        for done in waiting:
+            self.clocks.hear(done)
+            if not done.shape.depth:
+                continue
+            self._age()
+            self.knowledge.hear(done, self.unit / self.rows)
+            if done.beyond:
+                self.found[0] += self.unit * done.emitted / self.rows
+                self.found[1] += self.unit * done.seconds
+            else:
+                self._hear(done)
+        if self.clocks.plain and any(done.shape.depth for done in waiting):
             self._rate()
 
     def _age(self) -> None:
@@ -298,6 +307,7 @@ class Counterfactual:
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data for JSON; times are those of single texts, and only these are counted as rounds."""
+        self._learn()
         return {"rounds": self.rounds, **to_data(self.knowledge, self.paces[1].clocks, self.unit)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

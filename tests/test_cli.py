@@ -100,13 +100,21 @@ def test_people_get_the_text_and_one_summary_line(folder: Path) -> None:
         (("generate", "x", "--target", "FOLDER", "--memory-budget", "much"), "is no size"),
         (("generate", "x", "--target", "FOLDER", "--memory-budget", "1k"), "give at least"),
         (("doctor", "--memory-budget", "1GB"), "--target"),
+        (("doctor", "--drafter", "ngram"), "--drafter is of a model"),
+        (("doctor", "--device", "cpu"), "--device is of a model"),
+        (("bench", "regret", "--out", "OUT", "--limit", "3"), "--limit is of a recording"),
+        (
+            ("prune", "--target", "FOLDER", "--out", "OUT", "--no-finetune", "--minutes", "3"),
+            "--minutes is for fine-tuning",
+        ),
         (("bench", "offload", "--target", "FOLDER", "--memory-budget", "1GB"), "nothing is streamed"),
         (("certify", "--target", "FOLDER", "--prompts", "no-such-task"), "no-such-task"),
         (("bench", "speed", "--target", "FOLDER", "--methods", "warp"), "warp"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(folder: Path, arguments: tuple[str, ...], word: str) -> None:
-    code, out, err = run(*(str(folder) if a == "FOLDER" else a for a in arguments))
+def test_a_mistake_is_one_line_and_exit_2(folder: Path, tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:
+    places = {"FOLDER": str(folder), "OUT": str(tmp_path / "out")}
+    code, out, err = run(*(places.get(a, a) for a in arguments))
     lines = [line for line in err.splitlines() if line.strip()]
     assert code == 2 and not out.strip()
     assert len(lines) == 1 and lines[0].startswith("outrider: ") and word in lines[0]

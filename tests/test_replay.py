@@ -144,20 +144,14 @@ def test_replay_is_a_command(tmp_path: Path) -> None:
     tiny("llama", vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"abcabc{i}"}) for i in range(2)))
-    more = (
-        "--tasks",
-        tmp_path / "prompts.jsonl",
-        "--max-new-tokens",
-        24,
-        "--shapes",
-        "chain3,best7",
-        "--dtype",
-        "fp32",
-    )
+    of_texts = ("--tasks", tmp_path / "prompts.jsonl", "--max-new-tokens", 24)
+    more = ("--shapes", "chain3,best7", "--dtype", "fp32")
     arguments = ("bench", "replay", "--target", tmp_path, "--drafter", f"ngram>{tmp_path}", *more, "--json")
     found = []
-    for _ in range(2):  # the second time from the file
-        result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--tracks", tmp_path / "tracks.json")])
+    for written in (of_texts, ()):  # the second time from the file
+        result = CliRunner().invoke(app, [str(a) for a in (*arguments, *written, "--tracks", tmp_path / "tracks.json")])
         assert result.exit_code == 0, result.stderr
         found.append(json.loads(result.stdout)["played"])
+    result = CliRunner().invoke(app, [str(a) for a in (*arguments, *of_texts, "--tracks", tmp_path / "tracks.json")])
+    assert result.exit_code == 2 and "is for a recording" in result.stderr
     assert found[0] == found[1] and set(found[0]["mix"]["tokens_per_second"]) == {"plain", "auto", "chain3", "best7"}

@@ -24,6 +24,7 @@ from outrider.cli_options import (
     Trust,
     load_pair,
     print_json,
+    refuse_given,
 )
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ def models(json: Json = False) -> None:
 
 @app.command()
 def doctor(
+    context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Test this model too (it is loaded).")] = None,
     drafter: DrafterName = "off",
     dtype: DType = None,
@@ -248,8 +250,9 @@ def doctor(
     """Tell what this machine is good at, how models score trees on it, and what memory a run needs."""
     from outrider.doctor import examine, render
 
-    if memory_budget is not None and target is None:
-        raise ValueError("--memory-budget is of a model; give it with --target")
+    if target is None:
+        of_model = "drafter memory_budget dtype trust_remote_code" + ("" if topology else " device")
+        refuse_given(context, of_model, "is of a model; give it with --target")
     budget = {} if target is None else {"memory_budget": memory_budget}
     loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, **budget}
     report = examine(target, drafter, topology, **loading)

@@ -113,6 +113,24 @@ OutPicture = Annotated[Path | None, typer.Option(help="Write a picture to this P
 OutFile = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.", callback=file_in_folder)]
 
 
+def refuse_given(context: typer.Context, options: str, why: str) -> None:
+    """Refuse options that were written and would do nothing.
+
+    Args:
+        context: of the command.
+        options: their Python names, with spaces between.
+        why: the end of the sentence that begins with the option.
+
+    Raises:
+        ValueError: when one of them was written.
+    """
+    for name in options.split():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            written = next(option.opts[0] for option in context.command.params if option.name == name)
+            raise ValueError(f"{written} {why}")
+
+
 def parse_count(text: str, what: str) -> int:
     """A number such as 500k or 2M.
 

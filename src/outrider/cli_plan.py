@@ -24,6 +24,7 @@ from outrider.cli_options import (
     load_pair,
     made_folder,
     print_json,
+    refuse_given,
     report,
     write_json,
     writing,
@@ -100,6 +101,7 @@ def plan(
 
 
 def regret(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for regret.png and regret.json.", callback=made_folder)],
     target: Annotated[
         str | None, typer.Option(help="Record the walks of this target; without it, a text is made up that changes.")
@@ -127,6 +129,8 @@ def regret(
         raise ValueError("--node and --level are shares of a plain pass; give 0 or more")
     arms = [parse_shape(name) for name in ARMS]
     if target is None:
+        of_target = "drafter prompts limit max_new_tokens temperature dtype device threads trust_remote_code"
+        refuse_given(context, of_target, "is of a recording; give it with --target")
         streams = [synthetic([(800, law) for law in ((0.8, 0.08, 0.03), (0.05, 0.03, 0.02)) * 2], seed)]
     else:
         from outrider.bench.tasks import load_tasks

@@ -25,6 +25,7 @@ from outrider.cli_options import (
     load_pair,
     load_target,
     print_json,
+    refuse_given,
     write_json,
 )
 
@@ -163,6 +164,7 @@ def forecast(
 
 
 def replay(
+    context: typer.Context,
     target: Target = "smollm2-135m",
     drafter: DrafterName = "auto",
     tasks: Tasks = "humaneval,gsm8k,mtbench,copy",
@@ -192,7 +194,11 @@ def replay(
     from outrider.progress import progress
     from outrider.tree import parse_shape
 
-    if tracks is not None and not tracks.exists():
+    if tracks is not None and tracks.exists():
+        refuse_given(
+            context, "tasks held_out limit max_new_tokens", f"is for a recording, and {tracks} is one; leave it out"
+        )
+    elif tracks is not None:
         file_in_folder(tracks)
     methods = parse_methods(shapes)
     for method in methods:

@@ -45,6 +45,7 @@ from outrider.cli_options import (
     parse_count,
     plan_from,
     print_json,
+    refuse_given,
     report,
     settings_from,
     write_json,
@@ -190,6 +191,7 @@ def _lengths(known: dict[str, Any]) -> str:
 
 
 def prune(
+    context: typer.Context,
     target: Target,
     out: Out,
     layers: Annotated[int, typer.Option(help="Layers to keep.")] = 6,
@@ -218,6 +220,9 @@ def prune(
 
     if finetune and data is None:
         raise ValueError("fine-tuning needs --data; give a data set, or --no-finetune")
+    if not finetune:
+        settings_of = "minutes loss rate draft_vocab held_out batch_tokens every patience seed"
+        refuse_given(context, settings_of, "is for fine-tuning; leave it out, or leave out --no-finetune")
     settings = (
         settings_from("llama", minutes, None, None, loss, rate, draft_vocab, batch_tokens, seed) if finetune else None
     )

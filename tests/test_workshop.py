@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from outrider.drafters.lm import LMDraftState
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
+from outrider.train import workshop as workshop_module
 from outrider.train.data import Answer, make_data, read_answers, shard_files
+from outrider.train.kinds import Plan
 from outrider.train.prompts import is_held_out, task_prompts
 from outrider.train.table import make_table
 from outrider.train.walks import Walk, calibration, membership, rates_by_depth
@@ -77,6 +80,18 @@ def test_data_mistakes_are_one_line(target: Path, data: Path, tmp_path: Path, mo
     assert "no prompts" in fail(*to, tmp_path / "y", "--sources", "none")
     monkeypatch.setattr(data_module, "self_asked", lambda engine, number, seed: ["the same question as ever"])
     assert "nothing new" in fail(*to, tmp_path / "z", "--sources", "self", "--tokens", "9k", "--max-new-tokens", 8)
+
+
+def test_answers_that_are_cut_are_told(
+    engine: Engine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    answers = read_answers(data)
+    lengths = sorted(len(answer.ids) for answer in answers)
+    monkeypatch.setattr(workshop_module, "LONGEST", lengths[-3])
+    long = sum(length > lengths[-3] for length in lengths)
+    with pytest.warns(RuntimeWarning, match=f"{long} of {len(answers)} answers"):
+        workshop_module.load_examples(engine, tmp_path / "data", Plan("head"), lambda done, total, what: None)
 
 
 # ---- tables and cascades ---------------------------------------------------------------------------------------------

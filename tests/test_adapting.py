@@ -18,11 +18,15 @@ from outrider.api import Engine
 from outrider.controller import Fixed
 from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import default_arms, make_drafter
+from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.knowledge import Knowledge
 from outrider.models.selftest import tree_model
 from outrider.options import options_from
+from outrider.rounds import Walked, walked
 from outrider.sampling import Sampler
-from outrider.tree import MATCHES, OFF, match_class, parse_shape
+from outrider.tree import MATCHES, OFF, TokenTree, match_class, parse_shape
+from outrider.verify import Draft, Verdict
 
 ADAPTING = "chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "3x2x1@/4"
 TRUST = {2: 3, 3: 5, 4: 9}
@@ -153,6 +157,59 @@ def test_lookups_that_are_not_trusted_are_compared_with_what_is_written() -> Non
                 told += 1
         at += row.emitted
     assert told > 3
+
+
+class Constant:
+    """A drafter that costs nothing and always drafts one token."""
+
+    name, free = "constant", True
+
+    def begin(self, prompts: Any, samplers: Any, room: int, stream: int = 0) -> Any:
+        return self
+
+    def propose(self, contexts: Any, shapes: Any) -> list[Draft]:
+        trees = [TokenTree(context[-1]) for context in contexts]
+        for tree, shape in zip(trees, shapes):
+            if shape.depth:
+                tree.add(0, 1)
+        return [Draft(tree, {}) for tree in trees]
+
+    def observe(self, verdicts: Any) -> None:
+        pass
+
+
+def test_a_lookup_that_is_not_trusted_is_told_whoever_drafts_instead() -> None:
+    """And what another drafter that costs nothing brings is not taken for a lookup's."""
+    shape = replace(parse_shape("chain3~9"), trust=(0,) * len(MATCHES))
+    state = CascadeDrafter([NgramDrafter(), Constant(), lm("llama", 1)]).begin([LOOPING], [], 64)
+    (draft,) = state.propose([LOOPING], [shape])
+    assert draft.beyond == "constant" and draft.tree.drafted == 1
+    assert draft.matched >= 8 and list(draft.unused) == [5, 6, 7, 8, 5, 6, 7, 8, 5]
+    row = walked(draft, Verdict([0], 5), shape)
+    knowledge = Knowledge()
+    knowledge.see(row, shape)
+    assert row.unused == (1, 1)
+    assert [copies.kept[0] for copies in knowledge.lookups] == [float(i == match_class(row.matched)) for i in range(6)]
+    knowledge.see(Walked((0,), 0, False, 1, True, beyond=True), shape)
+    assert sum(copies.tries[0] for copies in knowledge.lookups) == 1
+
+
+def test_depths_of_lookups_are_for_those_before_a_model_alone() -> None:
+    """A lookup merged with that model drafts as the shape asks."""
+    shape = replace(parse_shape("chain3~9"), trust=(0,) * len(MATCHES))
+    inner = MergedDrafter([NgramDrafter(), NgramDrafter(3, 3)])
+    (draft,) = CascadeDrafter([NgramDrafter(), inner]).begin([LOOPING], [], 64).propose([LOOPING], [shape])
+    assert draft.tree.drafted == 3 and not draft.beyond
+
+
+@pytest.mark.parametrize(("path", "last"), [([0, 1, 2], 2), ([0], 5), ([0, 1], 7)])
+def test_what_is_compared_with_a_lookup_was_written(path: list[int], last: int) -> None:
+    """A drafted token that ends the text is told twice."""
+    tree = TokenTree(9)
+    tree.add(tree.add(0, 5), 2)
+    row = walked(Draft(tree, {}, matched=4, unused=[5, 2, 7, 8]), Verdict(path, last), parse_shape("chain3"))
+    wanted = {(0, 1, 2): (2, 2), (0,): (1, 1), (0, 1): (2, 1)}
+    assert row.unused == wanted[tuple(path)]
 
 
 def test_a_lookup_is_not_held_to_the_shape_and_told_as_such() -> None:

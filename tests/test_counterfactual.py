@@ -243,6 +243,13 @@ def test_lookups_go_as_deep_as_the_step_of_a_pass_that_pays() -> None:
     assert dear.trust[-1] < 5
 
 
+def test_lookups_may_go_deeper_than_is_counted() -> None:
+    text = Copying(0.9, 0.99)
+    text.controller = Counterfactual([shape.adapting(0.05, 24) for shape in BUDGETS])
+    text.rounds(200)
+    assert text.controller.chosen.reach == 24 and 7 <= text.trust[-1] <= 16
+
+
 def test_lookups_are_left_out_where_the_drafter_behind_them_brings_more_and_come_back() -> None:
     """A lookup that is not drafted is compared with what was written instead of it."""
     text = Copying(0.2, 0.98, brings=4)

@@ -16,9 +16,12 @@ from outrider.api import Engine
 from outrider.bench.regret import ARMS, Seconds, play, synthetic
 from outrider.bench.tasks import Prompt
 from outrider.controller import Fixed
-from outrider.counterfactual import TRUST, Counterfactual
+from outrider.counterfactual import BELIEVED, Counterfactual
+from outrider.drafters.cascade import CascadeDrafter
 from outrider.drafters.catalog import make_controller
 from outrider.drafters.folder import PRIOR, SHIPPED, read_priors
+from outrider.drafters.merged import MergedDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.rounds import Round, Walked
 from outrider.train.prior import SHAPES, Listening, keep_prior, measure_prior
 from outrider.tree import OFF, parse_shape
@@ -75,9 +78,9 @@ def test_a_prior_that_is_wrong_is_forgotten_within_thirty_rounds(seed: int) -> N
 
 def test_a_prior_weighs_as_much_as_a_few_rounds_however_long_it_was_measured() -> None:
     controller = believing(prior(GOOD))
-    assert sum(controller.knowledge.acceptance.tries[0][:1]) <= 1.01 * TRUST
+    assert sum(controller.knowledge.acceptance.tries[0][:1]) <= 1.01 * BELIEVED
     controller.reward(Round(OFF, [Walked((), 0, False, 0, True)], verify=2.0))
-    assert controller.clocks.asked <= 1.01 * TRUST * controller.clocks.unit
+    assert controller.clocks.asked <= 1.01 * BELIEVED * controller.clocks.unit
     assert controller.clocks.plain == pytest.approx(2.0)
     level = controller.clocks.drafting()[0]
     assert level == pytest.approx(0.05 * 2.0, rel=0.3), "a level takes the share of a plain pass that it took there"
@@ -138,6 +141,24 @@ def test_a_broken_file_is_as_good_as_none(tmp_path: Path) -> None:
         (tmp_path / PRIOR).write_text(text)
         assert read_priors(tmp_path) == {}
     assert read_priors(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("joined", ["+", ">"])
+def test_a_prior_hears_all_parts_of_a_drafter_whose_lookups_have_no_reach(joined: str) -> None:
+    """A merged drafter, and a cascade without a model: shapes are theirs alone, and nothing of them is left out."""
+    asked = [Prompt("t", str(i), text=None, messages=()) for i in range(4)]
+    for prompt in asked:
+        object.__setattr__(prompt, "encode", lambda engine: [5, 6, 7, 8] * 4)
+    made = (MergedDrafter if joined == "+" else CascadeDrafter)([NgramDrafter(), NgramDrafter(3, 3)])
+    known = measure_prior(Engine(tiny("llama"), None, "llama", made), asked, 60)
+    assert known["counts"]["hits.0"][0] > 10, "lookups drafted"
+
+
+def test_a_prior_whose_rounds_emit_nothing_is_refused() -> None:
+    known = prior(GOOD)
+    known["counts"]["instead.emitted"] = [0.0] * 7
+    with pytest.raises(ValueError, match="emitted"):
+        believing(known)
 
 
 def test_every_prior_that_is_shipped_can_be_believed(tmp_path: Path) -> None:

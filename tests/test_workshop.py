@@ -17,6 +17,7 @@ from outrider.drafters.lm import LMDraftState
 from outrider.drafters.table import NgramTable, TableDrafter
 from outrider.models.fingerprint import fingerprint
 from outrider.train import data as data_module
+from outrider.train import features as features_module
 from outrider.train import workshop as workshop_module
 from outrider.train.data import Answer, make_data, read_answers, shard_files
 from outrider.train.kinds import Plan
@@ -88,7 +89,7 @@ def test_answers_that_are_cut_are_told(
     shutil.copytree(data, tmp_path / "data")
     answers = read_answers(data)
     lengths = sorted(len(answer.ids) for answer in answers)
-    monkeypatch.setattr(workshop_module, "LONGEST", lengths[-3])
+    monkeypatch.setattr(features_module, "LONGEST", lengths[-3])
     long = sum(length > lengths[-3] for length in lengths)
     with pytest.warns(RuntimeWarning, match=f"{long} of {len(answers)} answers"):
         workshop_module.load_examples(engine, tmp_path / "data", Plan("head"), lambda done, total, what: None)

@@ -116,6 +116,16 @@ def test_what_was_settled_is_expected_until_rounds_say_otherwise() -> None:
     assert found.chances()[0] < 0.1 and found.chances()[1] == pytest.approx(0.2, abs=0.05)
 
 
+def test_what_was_hardly_seen_is_hardly_believed() -> None:
+    """A prior without a single lookup of a kind leaves it as open as no prior does."""
+    found, fresh = Copies(3), Copies(3)
+    found.settle()
+    for copies in (found, fresh):
+        for _ in range(6):
+            copies.see(3, 3)
+    assert found.tokens()[3] > 0.75 * fresh.tokens()[3] and found.chances()[0] == pytest.approx(fresh.chances()[0])
+
+
 def test_a_drafter_is_judged_where_it_drafts_instead_of_a_lookup() -> None:
     instead = Instead(2)
     assert instead.tokens(3.0) == [3.0, 3.0], "unseen, it brings what it brings elsewhere"

@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider.clocks import LARGEST_UNIT, Clocks
 from outrider.cost import Fit, fastest_tree, tails
-from outrider.knowledge import Knowledge, from_data, to_data
+from outrider.knowledge import MOST_LOOKED_UP, Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
 from outrider.stopping import Stops, stops
 from outrider.tree import OFF, Shape
@@ -27,9 +27,8 @@ from outrider.worth import totals
 
 SOON, REFRESH = 8, 8  # drafted rounds after each of which shapes are rated again; rounds between two times later on
 REGROW = 128  # drafted rounds between searches for the best tree of a fixed shape; one more is after the first few
-OTHER = 0.03  # share of the time that another depth of lookups must save: what is known of lookups rests on few of them
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
-TRUST = 16.0  # rounds that a prior is worth
+BELIEVED = 16.0  # rounds that a prior is worth
 START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain rounds
 CHECK = 0.005  # share of the speed that plain rounds may cost while drafting pays: they tell what it is compared with
 LEAST_PRICE = 0.2  # of a trial, as a share of what it loses when nothing is right
@@ -211,7 +210,8 @@ class Counterfactual:
             speed: tokens a second.
         """
         assert self.best is not None
-        passes, depths = [self.verify(depth) for depth in range(self.reach + 1)], range(1, self.reach + 1)
+        depths = range(1, min(self.reach, MOST_LOOKED_UP) + 1)
+        passes = [self.verify(depth) for depth in range(depths.stop)]
         others, later, found = self.knowledge.instead.tokens(self.best.length, self.unit), 0.0, list[int]()
         for copies, other in zip(reversed(self.knowledge.lookups), reversed(others)):
             tokens = [1.0 + kept for kept in copies.tokens(self.unit)]
@@ -241,7 +241,12 @@ class Counterfactual:
             self._learn()
 
     def _learn(self) -> None:
-        """Take in the rounds that wait for it."""
+        """Take in the rounds that wait for it, and rate all shapes anew."""
+        if self._take_in() and self.clocks.plain:
+            self._rate()
+
+    def _take_in(self) -> bool:
+        """Hear the rounds that wait; whether one of them was drafted."""
         waiting, self.waiting = self.waiting, []
         for done in waiting:
             self.clocks.hear(done)
@@ -254,8 +259,7 @@ class Counterfactual:
                 self.found[1] += self.unit * done.seconds
             else:
                 self._hear(done)
-        if self.clocks.plain and any(done.shape.depth for done in waiting):
-            self._rate()
+        return any(done.shape.depth for done in waiting)
 
     def _age(self) -> None:
         """Let earlier rounds fade, by making a new one weigh more."""
@@ -307,7 +311,7 @@ class Counterfactual:
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data for JSON; times are those of single texts, and only these are counted as rounds."""
-        self._learn()
+        self._take_in()
         return {"rounds": self.rounds, **to_data(self.knowledge, self.paces[1].clocks, self.unit)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -330,6 +334,6 @@ class Counterfactual:
         """
         knowledge, times = from_data(prior)
         knowledge.settle()
-        knowledge.scale(min(1.0, TRUST / max(times["rounds"][2], 1.0)))
-        self.clocks.believe(times, TRUST)
+        knowledge.scale(min(1.0, BELIEVED / max(times["rounds"][2], 1.0)))
+        self.clocks.believe(times, BELIEVED)
         self.knowledge = knowledge

@@ -21,7 +21,7 @@ MOST_NODES, MOST_LOOKED_UP = 32, 16  # places of nodes that are told apart
 
 class Knowledge:
     """What rounds of one drafter brought; weights are the caller's. Acceptance by depth and rank tells of trees of a fixed shape,
-    the worth of nodes of those that grow best first and of lookups."""
+    the worth of nodes of those that grow best first; of lookups it counts how far they are kept, and what is brought instead."""
 
     def __init__(self) -> None:
         self.acceptance, self.calibration, self.going = Acceptance(), Calibration(), Going()
@@ -39,8 +39,9 @@ class Knowledge:
 
     def see(self, row: Walked, shape: Shape, weight: float = 1.0) -> None:
         """Count a walk down a tree that was grown by a shape."""
-        copied = (row.drafted, len(row.ranks)) if row.beyond else row.unused
-        self.lookups[match_class(row.matched)].see(*copied, weight)
+        if row.matched:
+            copied = row.unused if row.unused[0] or not row.beyond else (row.drafted, len(row.ranks))
+            self.lookups[match_class(row.matched)].see(*copied, weight)
         if row.beyond:
             return
         self.instead.see(match_class(row.matched) if row.matched else len(MATCHES), row.emitted, weight)
@@ -112,6 +113,8 @@ def from_data(data: Mapping[str, Any]) -> tuple[Knowledge, dict[str, list[float]
         tries = found._counts().get(tried, row)
         if any(hit > tried * 1.0001 for hit, tried in zip(row, tries)):
             raise ValueError("its numbers do not fit each other")
+    if any(tokens < rounds * 0.9999 for rounds, tokens in zip(found.instead.rounds, found.instead.emitted)):
+        raise ValueError("its rounds emitted less than a token each")
     times = {name: _checked(clocks.get(name), size, 0.0) for name, size in Clocks.SIZES.items()}
     seconds, weight, *_ = times["rounds"]
     passes = [times["passes"][part * GROUPS : (part + 1) * GROUPS] for part in range(3)]  # weight, rows, seconds

@@ -127,7 +127,9 @@ def _compared(draft: Draft, verdict: Verdict) -> tuple[int, int]:
     """A lookup that was not drafted against what was written."""
     if not draft.unused:
         return 0, 0
-    written = [*draft.tree.path_tokens(verdict.path[-1])[1:], verdict.next_token]
+    written = draft.tree.path_tokens(verdict.path[-1])[1:]
+    if not written or written[-1] != verdict.next_token:  # the last token of a text is given twice
+        written.append(verdict.next_token)
     pairs = list(zip(draft.unused, written))
     return len(pairs), next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
 

@@ -89,7 +89,8 @@ class Shape:
         within: the same happens to a node whose path is so many times less probable than the best path of its level.
         enough: a level whose parents are together less probable than this is not drafted.
         reach: how deep a drafter that costs nothing may go where it is asked first, whatever the levels say.
-        trust: how much less deep after a short match, by the places of `MATCHES`; (): as deep as that drafter trusts it.
+        trust: how deep it goes by the length of the match that it follows, at the places of `MATCHES`; 0: not at all; (): as deep
+            as that drafter trusts its matches.
     """
 
     levels: tuple[tuple[int, ...], ...]

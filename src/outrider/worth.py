@@ -15,7 +15,7 @@ from itertools import accumulate
 # before anything was seen: how often the first node is kept, and each next one by that of the one before
 FIRST, NEXT = 0.6, 0.8
 BELIEF = 2.0  # rounds that this is worth
-COPIED = 12.0  # lookups that what was counted of others is worth
+COPIED = 12.0  # lookups that what was counted elsewhere is worth at most
 
 
 class Counts(ABC):
@@ -93,7 +93,7 @@ class Copies(Counts):
 
     def __init__(self, size: int) -> None:
         self.tries, self.kept = [0.0] * size, [0.0] * size
-        self.believed: list[float] | None = None
+        self.believed: list[tuple[float, float]] = []  # by place: a chance, and how many lookups it is worth
 
     def see(self, drafted: int, kept: int, weight: float = 1.0) -> None:
         """Count a lookup: tokens behind the first wrong one tell nothing."""
@@ -107,7 +107,7 @@ class Copies(Counts):
 
     def settle(self) -> None:
         """Take what was counted for what is to be expected before anything is seen."""
-        self.believed = self.chances()
+        self.believed = [(chance, min(COPIED, BELIEF + tries)) for chance, tries in zip(self.chances(), self.tries)]
         self.scale(0.0)
 
     def chances(self, unit: float = 1.0) -> list[float]:
@@ -117,10 +117,10 @@ class Copies(Counts):
         Args:
             unit: weight of one observation of now.
         """
-        lean, found = (COPIED if self.believed else BELIEF) * unit, [FIRST]
+        found = [FIRST]
         for place, (tries, kept) in enumerate(zip(self.tries, self.kept)):
-            before = self.believed[place] if self.believed else found[-1]
-            found.append((kept + lean * before) / (tries + lean))
+            before, worth = self.believed[place] if self.believed else (found[-1], BELIEF)
+            found.append((kept + worth * unit * before) / (tries + worth * unit))
         return found[1:]
 
     def tokens(self, unit: float = 1.0) -> list[float]:

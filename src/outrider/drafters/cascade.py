@@ -1,8 +1,8 @@
 """Several drafters in order of preference: the first that has something to propose drafts the round.
 
 Cheap and sure drafters come first: prompt lookup where it matches, else a table, else a model. Unlike a merged drafter only
-one of them is asked to do work that costs. Where a shape has a `reach`, drafters that cost nothing draft as deep as that: how
-deep it pays to draft is another question for them than for the model behind them.
+one of them is asked to do work that costs. Where a shape has a `reach`, drafters that cost nothing may draft as deep as that, or
+as it trusts them (`Shape.trust`): how deep it pays to draft is another question for them than for the model behind them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CascadeDraftState(DraftStateTeam):
         chosen: list[Draft | None] = [None] * len(contexts)
         unused = list[Draft | None](chosen)
         for state, free in zip(self.states, self.free):
-            mine = [shape.lookup if free and shape.reach else shape for shape in shapes]
+            mine = [shape.lookup if free and shape.reach else replace(shape, trust=()) for shape in shapes]
             wanted = [shape if draft is None else OFF for shape, draft in zip(mine, chosen)]
             drafts = state.propose(contexts, wanted)
             if free:
@@ -64,7 +64,7 @@ class CascadeDraftState(DraftStateTeam):
         last = self.asked[-1][1]
         self.chosen = [draft if draft is not None else last[row] for row, draft in enumerate(chosen)]
         told = [(draft, other) for draft, other in zip(self.chosen, unused)]
-        return [replace(d, matched=o.matched, unused=o.unused) if o and not d.beyond else d for d, o in told]
+        return [replace(d, matched=o.matched, unused=o.unused) if o else d for d, o in told]
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Tell those that were asked how far their own tree was followed; the others read it in the next contexts."""

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last few tokens before, in the prompt or in the text, is proposed again.
 
-Costs no model pass. Several different continuations of the same n-gram make a tree; the latest occurrence is tried first,
-longer matches before shorter ones. Proposals are made without chance, so their laws are one-hot.
+Costs no model pass. Several different continuations of the same n-gram make a tree; longer matches are tried first, of equal ones
+the latest. Proposals are made without chance, so their laws are one-hot.
 """
 
 from __future__ import annotations

@@ -51,6 +51,11 @@ class CutHead(nn.Module):
 
 def _rows(whole_VD: Tensor, ids_C: Tensor) -> Tensor:
     """A copy of some rows, read part after part: the target has its head laid out, so most of them were not in memory."""
+    if ids_C.numel() and not 0 <= int(ids_C.min()) <= int(ids_C.max()) < len(whole_VD):
+        raise ValueError(
+            f"a drafter's vocabulary names tokens that are not among the target's {len(whole_VD)}: it is damaged; fetch or train "
+            "it again"
+        )
     found_CD = whole_VD.new_empty(len(ids_C), whole_VD.shape[1])
     for start in range(0, len(whole_VD), ROWS):
         places = ((ids_C >= start) & (ids_C < start + ROWS)).nonzero()[:, 0]

@@ -104,8 +104,9 @@ def return_what_is_freed() -> None:
 def give_back_freed() -> None:
     """What was freed goes back to the system now, where the C library keeps it for later: reading a tokenizer's files leaves tens
     of megabytes that a model can have."""
-    with suppress(OSError, AttributeError):  # other C libraries have no such call
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # other C libraries have no such call
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ target's laws follow by its final norm and vocabulary head.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,17 @@ def compute_features(
             hidden.append(state.features[0].to("cpu", torch.bfloat16))
         save_atomically({"hidden": torch.cat(hidden)}, feature_file(shard, taps))
     tell(len(shards), len(shards), "hidden states of shards")
+
+
+def tell_cut(folder: Path, texts: Sequence[Tensor]) -> None:
+    """Warn of answers that are longer than what is learnt of them."""
+    if long := sum(len(ids) > LONGEST for ids in texts):
+        warnings.warn(
+            f"{long} of {len(texts)} answers in {folder} have more than {LONGEST} tokens with their prompts; what is behind is "
+            "not learnt",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def examples(folder: Path, taps: tuple[int, ...], pattern: str = "shard-*.safetensors") -> list[Example]:

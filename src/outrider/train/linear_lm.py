@@ -23,7 +23,7 @@ from outrider.train.batches import make_batch
 from outrider.train.card import about, model_card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer
-from outrider.train.features import Example, compute_features, examples
+from outrider.train.features import Example, compute_features, examples, tell_cut
 from outrider.train.hybrid import missed_layers
 from outrider.train.kinds import Plan
 from outrider.train.linearize import check_teacher, equally_long, kept_layers, linearize
@@ -105,6 +105,7 @@ def linear_lm(
     held_out = make_held_out(engine, data, tasks=plan.held_out)
     claim(out, asdict(plan), engine)
     answers = [answer.ids for answer in read_answers(data)]
+    tell_cut(data, answers)
     texts_NT = equally_long(answers, plan.tokens).to(engine.model.device)
     kept = kept_layers(engine, texts_NT, plan.layers, out / "run", tell)
     attention = missed_layers(engine, texts_NT, kept, plan.attention, out / "run", tell)

@@ -62,11 +62,7 @@ def measure_prior(
     widest = max(learned_arms(engine.drafter), key=lambda arm: arm.nodes)
     fixed = [parse_shape(name).adapting(LEAST, widest.reach) for name in SHAPES]
     grown = [widest.adapting(LEAST, widest.reach, enough=ENOUGH)] if widest.budget else fixed
-    # lookups are all trusted in one round, and none of them in the next one: what each would have brought is seen anyway
-    fixed, grown = (
-        [replace(s, trust=(depth,) * len(MATCHES)) for s in shapes for depth in (s.reach, 0)]
-        for shapes in (fixed, grown)
-    )
+    fixed, grown = _with_and_without_lookups(fixed), _with_and_without_lookups(grown)
     listening = Listening(grown)
     for number, prompt in enumerate(prompts):
         tell(number, len(prompts), "measuring")
@@ -76,6 +72,16 @@ def measure_prior(
     if listening.clocks.asked < FEWEST or not listening.clocks.weight:
         raise ValueError("too few rounds were drafted to tell anything; give more prompts or more tokens")
     return _short(to_data(listening.knowledge, listening.clocks))
+
+
+def _with_and_without_lookups(shapes: Sequence[Shape]) -> list[Shape]:
+    """All lookups before a model are trusted in one round, and none of them in the next one: what each would have brought is seen
+    anyway."""
+    found = list[Shape]()
+    for shape in shapes:
+        trusts = [(depth,) * len(MATCHES) for depth in (shape.reach, 0)] if shape.reach else [()]
+        found += [replace(shape, trust=trust) for trust in trusts]
+    return found
 
 
 def keep_prior(engine: Engine, prior: dict[str, Any]) -> Path:

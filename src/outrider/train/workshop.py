@@ -23,7 +23,7 @@ from outrider.models.fingerprint import fingerprint
 from outrider.train.card import about, card
 from outrider.train.data import make_held_out, read_answers
 from outrider.train.distil import DistilSettings, Trainer, predicted_acceptance
-from outrider.train.features import LONGEST, Example, check_taps, compute_features, examples
+from outrider.train.features import Example, check_taps, compute_features, examples, tell_cut
 from outrider.train.kinds import Plan, check_plan, default_taps, keep_draft_ids, make_student, save_student
 from outrider.train.llama_student import save_transformer
 from outrider.train.plots import elimination, learning_curve
@@ -173,13 +173,7 @@ def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[l
     """The training and the held-out answers with their hidden states, computed if they are not there yet."""
     taps = plan_taps(engine, plan)
     answers = read_answers(data)
-    if long := sum(len(answer.ids) > LONGEST for answer in answers):
-        warnings.warn(
-            f"{long} of {len(answers)} answers in {data} have more than {LONGEST} tokens with their prompts; what is behind is "
-            "not learnt",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    tell_cut(data, [answer.ids for answer in answers])
     held = make_held_out(engine, data, tasks=plan.held_out)
     compute_features(engine, data, taps, tell)
     compute_features(engine, data, taps, silent, held.name)

@@ -48,7 +48,8 @@ def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     Raises:
         ValueError: when even a plain forward gives no finite logits.
     """
-    model.eval()  # with dropout no text could be told from another
+    if any(module.training for module in model.modules()):
+        model.eval()  # with dropout no text could be told from another
     known: _Known = vars(model).get("_outrider") or _Known(None, None)
     if known.found is None or known.stamp != _stamp(model):
         found = _choose(model)
@@ -64,11 +65,13 @@ def _stamp(model: PreTrainedModel) -> Any:
     Some writes leave no trace but the values themselves (`parameter.data.add_`), so a few values of every parameter are compared.
     Those of streamed layers, of which nothing is kept, are left on the disk.
     """
-    modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
-    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.parameters())
+    every = list(model.modules())
+    parameters = dict.fromkeys(p for m in every for p in m._parameters.values() if p is not None)
+    modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in every)
+    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in parameters)
     streamed = {weight for part in streamed_parts(model).values() for weight in part.weights}
     few: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter not in streamed:
             few.setdefault((parameter.device, parameter.dtype), []).append(parameter.detach().reshape(-1)[:8])
     values = [value for parts in few.values() for value in torch.cat(parts).cpu().double().tolist()]

@@ -25,7 +25,7 @@ from outrider.models.selftest import tree_model
 from outrider.options import options_from
 from outrider.rounds import Walked, walked
 from outrider.sampling import Sampler
-from outrider.tree import MATCHES, OFF, TokenTree, match_class, parse_shape
+from outrider.tree import CONTESTED, MATCHES, OFF, TokenTree, match_class, parse_shape
 from outrider.verify import Draft, Verdict
 
 ADAPTING = "chain4@0.05", "2x2x1~9", "3x2x1@0.2~12", "best12x4@0.1", "3x2x1@/4"
@@ -127,14 +127,31 @@ def test_of_all_places_where_a_match_stood_the_one_that_matches_longest_is_copie
     context = [*shared, *after, 1, 2, *shared[-4:], 3, 4, 5, *shared]
     (draft,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(3)])
     assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after
-    assert match_class(draft.matched) == MATCHES.index(8)
+    assert draft.matched == CONTESTED, "the text went on in two ways"
+    context = [*shared, *after, 1, 2, *shared[-5:]]
+    (draft,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(3)])
+    assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after and draft.matched == 4
+
+
+def test_a_long_match_is_not_contested_by_short_ones() -> None:
+    shared, after = list(range(40, 70)), [7, 8, 9]
+    context = [*shared, *after, 1, 2, *shared[-4:], 3, 4, 5, *shared]
+    (draft,) = NgramDrafter().begin([context], [], 64).propose([context], [parse_shape(3)])
+    assert [draft.tree.tokens[n] for n in range(1, len(draft.tree))] == after and draft.matched == 24
+
+
+def test_a_contested_match_is_trusted_as_the_shortest_is() -> None:
+    context = [1, 2, 3, 4, 50, 51, 52, 53, 54, 55, 1, 2, 3, 4, 60, 61, 62, 63, 64, 1, 2, 3, 4]
+    for trust, depth in ((TRUST, 3), (None, 6)):
+        (draft,) = NgramDrafter(trust=trust).begin([context], [], 64).propose([context], [parse_shape(6)])
+        assert draft.matched == CONTESTED and draft.tree.drafted == depth
 
 
 @pytest.mark.parametrize(("match", "depth"), [(2, 1), (3, 2), (4, 3), (9, 4), (16, 5), (30, 6)])
 def test_a_shape_can_say_how_far_matches_are_trusted(match: int, depth: int) -> None:
     known, after = list(range(100, 130)), list(range(20, 40))
     context = [*known, *after, 1, *known[30 - match :]]
-    shape = replace(parse_shape(15), trust=(1, 2, 3, 4, 5, 6))
+    shape = replace(parse_shape(15), trust=(0, 1, 2, 3, 4, 5, 6))
     (draft,) = NgramDrafter(trust=TRUST).begin([context], [], 64).propose([context], [shape])
     assert draft.tree.drafted == depth and not draft.unused
 
@@ -189,7 +206,9 @@ def test_a_lookup_that_is_not_trusted_is_told_whoever_drafts_instead() -> None:
     knowledge = Knowledge()
     knowledge.see(row, shape)
     assert row.unused == (1, 1)
-    assert [copies.kept[0] for copies in knowledge.lookups] == [float(i == match_class(row.matched)) for i in range(6)]
+    assert [copies.kept[0] for copies in knowledge.lookups] == [
+        float(place == match_class(row.matched)) for place in range(len(MATCHES))
+    ]
     knowledge.see(Walked((0,), 0, False, 1, True, beyond=True), shape)
     assert sum(copies.tries[0] for copies in knowledge.lookups) == 1
 

@@ -24,7 +24,7 @@ from outrider.drafters.merged import MergedDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.rounds import Round, Walked
 from outrider.train.prior import SHAPES, Listening, keep_prior, measure_prior
-from outrider.tree import OFF, parse_shape
+from outrider.tree import MATCHES, OFF, parse_shape
 
 GOOD, BAD = (0.8, 0.08, 0.03), (0.05, 0.03, 0.02)
 FRAMES = [parse_shape(arm) for arm in ARMS]
@@ -156,7 +156,7 @@ def test_a_prior_hears_all_parts_of_a_drafter_whose_lookups_have_no_reach(joined
 
 def test_a_prior_whose_rounds_emit_nothing_is_refused() -> None:
     known = prior(GOOD)
-    known["counts"]["instead.emitted"] = [0.0] * 7
+    known["counts"]["instead.emitted"] = [0.0] * (len(MATCHES) + 1)
     with pytest.raises(ValueError, match="emitted"):
         believing(known)
 

@@ -185,7 +185,9 @@ class Shape:
 
 
 OFF = Shape((), "off")
-MATCHES = 2, 3, 4, 8, 16, 24  # tokens: lookups are told apart by how long the match is that they follow
+# tokens: lookups are told apart by how long the match is that they follow; 1: one after which the text went on in several ways
+CONTESTED = 1
+MATCHES = CONTESTED, 2, 3, 4, 8, 16, 24
 
 
 def match_class(tokens: int) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.sampling import Sampler
-from outrider.tree import MATCHES, Shape, TokenTree, match_class
+from outrider.tree import CONTESTED, MATCHES, Shape, TokenTree, match_class
 from outrider.verify import Draft, Trial, Verdict
 
+CERTAIN = 16  # tokens of a match that says more than what followed shorter ones
 MOST_ENDS = 64  # places where a match stood before that are looked at, the latest ones
 
 
@@ -21,7 +22,8 @@ class NgramDrafter:
 
     Args:
         longest, shortest: sizes of the n-grams looked up, longest first.
-        trust: how deep to draft after a match of so many tokens or more; shorter ones are trusted as deep as asked.
+        trust: how deep to draft after a match of so many tokens or more, shorter ones as the shortest named; without any as deep
+            as asked.
     """
 
     name = "ngram"
@@ -90,18 +92,24 @@ class NgramIndex:
         return found
 
     def _matches(self, text: Sequence[int], size: int) -> list[tuple[int, int]]:
-        """Where the last `size` tokens stood before, and how many tokens match there: most first, of equals the latest."""
+        """Where the last `size` tokens stood before, and how many tokens match there: most first, of equals the latest. Where the
+        text went on in different ways, that counts as less than the shortest match."""
         ends = self.after.get(tuple(text[-size:]), ())[-MOST_ENDS:]
         longer = [m for m in reversed(MATCHES) if m > size and m < len(text)] if size == self.sizes[0] else []
         tails = [(m, text[-m:]) for m in longer]
         found = [(next((m for m, tail in tails if text[max(end - m, 0) : end] == tail), size), end) for end in ends]
-        return sorted(found, reverse=True)
+        found.sort(reverse=True)
+        if found and found[0][0] < CERTAIN and len({text[end] for end in ends}) > 1:
+            return [(CONTESTED, end) for _, end in found]
+        return found
 
     def _trusted(self, matched: int, shape: Shape) -> int:
         """How deep to draft after a match."""
         if shape.trust:
             return shape.trust[match_class(matched)]
-        return self.trust[max(named)] if (named := [size for size in self.trust if size <= matched]) else shape.depth
+        if not self.trust:
+            return shape.depth
+        return self.trust[max((size for size in self.trust if size <= matched), default=min(self.trust))]
 
     @staticmethod
     def _copy(text: Sequence[int], start: int, depth: int) -> list[int]:

@@ -226,6 +226,12 @@ def test_a_shape_that_is_none_is_refused_in_one_sentence(given: Any) -> None:
         parse_shape(given)
 
 
+@pytest.mark.parametrize("text", ["auto", "auto~15", "ucb@0.05"])
+def test_what_chooses_shapes_is_no_shape(text: str) -> None:
+    with pytest.raises(ValueError, match="chooses shapes"):
+        parse_shape(text)
+
+
 def test_the_largest_shapes_are_possible() -> None:
     assert parse_shape(MAX_NODES).nodes == MAX_NODES
     assert parse_shape((MAX_NODES,)).nodes == MAX_NODES

@@ -306,6 +306,8 @@ def _parse_text(text: str) -> Shape:
             return shape.adapting(*numbers)
     if word in ("off", "()", "0"):
         return OFF
+    if word in ("auto", "ucb"):
+        raise ValueError(f"{word!r} chooses shapes and is none itself: it is written alone, where a choice is possible")
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
         if match[2] is not None and not int(match[2]):
             raise ValueError(f"shape {text!r} has no level; give a depth of 1 or more, or leave it out")

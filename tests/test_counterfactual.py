@@ -354,8 +354,17 @@ def test_what_was_learned_is_the_first_choice_of_the_next_process() -> None:
     assert play(third, [synthetic([(60, BAD)], 9)], COSTLY).shapes[0] == "off"
 
 
+CLOCKS: dict[str, tuple[str, int, list[float]]] = {  # from a place of a list on
+    "no plain": ("rounds", 1, [0.0]),
+    "no time to speak of": ("rounds", 0, [5e-324, 1e18]),
+    "more rounds without a draft than rounds": ("rounds", 2, [1.0, 3.0]),
+    "passes of less than a row": ("passes", 8, [1e-3]),
+    "drafts of nothing that took time": ("drafts", 1, [0.0, 0.0, 0.0, 0.0, 200.0]),
+}
+
+
 @pytest.mark.parametrize(
-    "damage", ["missing", "text", "negative", "nan", "short", "more hits than tries", "no clocks", "no plain"]
+    "damage", ["missing", "text", "negative", "nan", "short", "more hits than tries", "no clocks", *CLOCKS]
 )
 def test_a_state_that_is_none_is_refused_and_nothing_is_changed(damage: str) -> None:
     source = Counterfactual(SHAPES)
@@ -376,7 +385,8 @@ def test_a_state_that_is_none_is_refused_and_nothing_is_changed(damage: str) -> 
     elif damage == "no clocks":
         state["clocks"] = None
     else:
-        state["clocks"]["rounds"][1] = 0.0
+        name, place, values = CLOCKS[damage]
+        state["clocks"][name][place : place + len(values)] = values
     fresh = Counterfactual(SHAPES)
     before = json.dumps(fresh.state())
     with pytest.raises(ValueError, match=r"list|number|table|fit"):

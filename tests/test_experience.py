@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,18 @@ def test_a_good_file_is_read_without_a_word(folder: Path) -> None:
         warnings.simplefilter("error")
         Experience(fresh, ABOUT)
     assert fresh.choose().depth >= 4
+
+
+def test_what_a_long_process_did_only_once_does_not_spoil_its_file(folder: Path) -> None:
+    """After 36,000 rounds, the weight of a pass that was never seen again was still a number, and its seconds were none."""
+    controller = learned()
+    wide = Round(ARMS[1], [Walked((), 1, False, 23, True)], 1e-4, 6e-3)
+    usual = Round(ARMS[1], [Walked((0,), 1, False, 4, True)], 1e-4, 5e-3)
+    controller.reward(wide)
+    for number in range(37_500):
+        controller.clocks.hear(usual if number % 9 else replace(usual, shape=OFF, rows=[Walked((), 0, True, 0, True)]))
+        if number > 36_000 and number % 50 == 0:
+            Counterfactual(ARMS).restore(controller.state())
 
 
 def test_a_process_that_only_wrote_batches_leaves_no_file(folder: Path) -> None:

@@ -20,6 +20,9 @@ TOLD = 0.05  # weight of a pass that tells of the slope among those before
 PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
 PLAIN_CLIP = 1.3  # most that a plain round counts, in those before: what drafting gains is measured by them
 SLOW_START = 0.25  # weight of the very first rounds of a process
+FORGOTTEN = 1e-12  # weight, in observations of now, below which a group is as if it was never seen
+# seconds of a pass, and weight of all passes of a kind, that clocks may have: one is divided by the other, and others by both
+SHORTEST, LIGHTEST = 1e-9, 1e-30
 
 
 class Passes:
@@ -93,8 +96,10 @@ class Passes:
         self.weight, self.rows, self.total = (list(sums[GROUPS * i : GROUPS * (i + 1)]) for i in range(3))
 
     def scale(self, factor: float) -> None:
-        """Let all that was seen weigh `factor` times as much."""
-        self.restore([value * factor for value in self.sums()])
+        """Let all that was seen weigh `factor` times as much. What weighs next to nothing is forgotten, before its seconds are
+        too small a number to be any."""
+        kept = [weight * factor >= FORGOTTEN for weight in self.weight] * 3
+        self.restore([value * factor * keep for value, keep in zip(self.sums(), kept)])
 
 
 def _group(rows: int) -> int:
@@ -215,3 +220,19 @@ class Clocks:
 
     def _parts(self) -> dict[str, Any]:
         return {"passes": self.passes, "drafts": self.drafts}
+
+
+def can_be(rounds: Sequence[float], passes: Sequence[float], drafts: Sequence[float]) -> bool:
+    """Whether clocks can have measured what is said to be their state."""
+    seconds, weight, asked, empty = rounds
+    if weight < LIGHTEST or seconds < SHORTEST * weight or empty > asked * 1.0001:
+        return False
+    for counted, rows, spent in zip(*(passes[part * GROUPS : (part + 1) * GROUPS] for part in range(3))):
+        if counted and (counted < LIGHTEST or rows < counted * 0.9999 or spent < SHORTEST * counted):
+            return False
+        if not counted and (rows or spent):
+            return False
+    _, uu, uv, vv, uy, vy = drafts
+    if (uy > LIGHTEST and not uu) or (vy > LIGHTEST and not vv):
+        return False
+    return uv <= math.sqrt(uu) * math.sqrt(vv) * 1.0001 + LIGHTEST

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.clocks import GROUPS, Clocks
+from outrider.clocks import Clocks, can_be
 from outrider.cost import Acceptance
 from outrider.rounds import Round, Walked
 from outrider.stopping import Calibration, Going, Table
@@ -116,9 +116,7 @@ def from_data(data: Mapping[str, Any]) -> tuple[Knowledge, dict[str, list[float]
     if any(tokens < rounds * 0.9999 for rounds, tokens in zip(found.instead.rounds, found.instead.emitted)):
         raise ValueError("its rounds emitted less than a token each")
     times = {name: _checked(clocks.get(name), size, 0.0) for name, size in Clocks.SIZES.items()}
-    seconds, weight, *_ = times["rounds"]
-    passes = [times["passes"][part * GROUPS : (part + 1) * GROUPS] for part in range(3)]  # weight, rows, seconds
-    if not (seconds and weight) or any(bool(counted) != bool(rows and spent) for counted, rows, spent in zip(*passes)):
+    if not can_be(**times):
         raise ValueError("its numbers do not fit each other")
     return found, times
 

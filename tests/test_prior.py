@@ -137,7 +137,7 @@ def test_too_little_is_no_prior() -> None:
 
 
 def test_a_broken_file_is_as_good_as_none(tmp_path: Path) -> None:
-    for text in ("", "[1]", "{"):
+    for text in ("", "[1]", "{", "[" * 100_000):
         (tmp_path / PRIOR).write_text(text)
         assert read_priors(tmp_path) == {}
     assert read_priors(tmp_path / "nowhere") == {}

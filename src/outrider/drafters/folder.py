@@ -115,7 +115,7 @@ def read_priors(folder: Path) -> dict[str, Any]:
     """What its rounds brought (`train/prior.py`), by the name of the drafter that it is, or is a part of; {}: unknown."""
     try:
         found = json.loads((folder / PRIOR).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -194,7 +194,7 @@ def _load_module(folder: Path, config: dict[str, Any], make: Callable[[dict[str,
         module.load_state_dict(tensors, assign=True)
     except Exception as error:
         raise ValueError(
-            f"the drafter in {folder} is damaged ({str(error).splitlines()[0]}); fetch or train it again"
+            f"the drafter in {folder} is damaged ({str(error).splitlines()[-1].strip()[:160]}); fetch or train it again"
         ) from error
     return module
 

@@ -224,7 +224,9 @@ def models(json: Json = False) -> None:
         return
     from rich.table import Table
 
-    table = Table("name", "parameters", "download", "state", "license", "about")
+    table = Table()
+    for column in ("name", "parameters", "download", "state", "license", "about"):
+        table.add_column(column, no_wrap=column == "name")
     for info in known:
         state = "ready" if info.is_converted else "fetched" if info.is_fetched else "not fetched"
         name = f"{info.name} (default)" if info.is_default else info.name

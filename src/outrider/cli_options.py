@@ -30,7 +30,11 @@ HeldOutTasks = Annotated[
 ]
 Target = Annotated[str, typer.Option(help="Alias (see `outrider models`), hub id, folder or GGUF file.")]
 DrafterName = Annotated[
-    str, typer.Option(help="auto, off, ngram, oracle:RATE, or a model like --target; several joined by +.")
+    str,
+    typer.Option(
+        help="auto, off, ngram, head, hybrid, mamba, table, self:LAYERS, oracle:RATE, a drafter's folder, or a model like "
+        "--target; 'a>b' asks b where a has nothing, 'a+b' merges both (in quotes)."
+    ),
 ]
 Data = Annotated[Path, typer.Option(help="A data set that `outrider data` made.")]
 Out = Annotated[Path, typer.Option(help="Folder to write; a killed run goes on from what is there.")]
@@ -51,7 +55,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Seed = Annotated[int, typer.Option(help="The same seed gives the same run.")]
 Kind = Annotated[str, typer.Option(help="head (reads the target's hidden states), mamba or llama (stand-alone).")]
 Core = Annotated[str | None, typer.Option(help="Of a head: attention (default), ssm or hybrid.")]
-Minutes = Annotated[float, typer.Option(help="Budget of training, in minutes of wall clock.")]
+Minutes = Annotated[
+    float,
+    typer.Option(help="Budget of training, in minutes of wall clock; hidden states and measuring come on top."),
+]
 Steps = Annotated[int | None, typer.Option(help="Unrolled steps of a head's training. Default: 4.")]
 Ramp = Annotated[
     float | None,

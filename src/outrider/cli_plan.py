@@ -156,7 +156,7 @@ def prior(
     target: Target,
     drafter: Annotated[str, typer.Option(help="A drafter with a folder, or a cascade that ends in one.")],
     tasks: HeldOutTasks = EVALUATION_TASKS,
-    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
+    limit: Annotated[int | None, typer.Option(help="Prompts per task; all of them for a number that is larger.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 96,
     dtype: DType = None,
     device: Device = None,

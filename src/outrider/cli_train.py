@@ -74,7 +74,10 @@ def data(
         typer.Option(help="A data set of the same vocabulary, to be read instead of written: five times as fast."),
     ] = None,
     tokens: Annotated[
-        str, typer.Option(help="Answer tokens to make, such as 500k or 2M; the batch that reaches it is written whole.")
+        str,
+        typer.Option(
+            help="Answer tokens to make, such as 500k or 2M, in batches of up to 192 prompts; the last one is whole."
+        ),
     ] = "1M",
     sources: Annotated[
         str | None,
@@ -335,7 +338,7 @@ def evaluate(
     target: Target,
     drafter: Annotated[list[str], typer.Option(help="What to measure; give it twice for two side by side.")],
     tasks: HeldOutTasks = EVALUATION_TASKS,
-    limit: Annotated[int | None, typer.Option(help="Prompts per task. Default: all.")] = 8,
+    limit: Annotated[int | None, typer.Option(help="Prompts per task; all of them for a number that is larger.")] = 8,
     shape: Annotated[str, typer.Option(help="A chain such as chain5, or a tree such as 3x2x1x1.")] = "chain5",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

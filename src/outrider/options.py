@@ -130,7 +130,14 @@ class Options:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not _is_finite(value) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a finite number between {low:g} and {high:g}")
+                wanted = (
+                    ""
+                    if low == -math.inf
+                    else f" of {low:g} or more"
+                    if high == math.inf
+                    else f" from {low:g} to {high:g}"
+                )
+                raise ValueError(f"{name} is {value!r}; it must be a finite number{wanted}")
         if 0 < self.temperature < SMALLEST:
             raise ValueError(
                 f"temperature is {self.temperature!r}; give 0 for greedy decoding, or at least {SMALLEST:g}"

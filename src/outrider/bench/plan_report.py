@@ -70,7 +70,7 @@ def render(plan: Plan, console: Console) -> None:
     console.print(latency)
     console.print(
         f"plain pass {measured.plain * 1e3:.1f} ms; drafting {measured.level * 1e3:.2f} ms a level and "
-        f"{measured.feed * 1e3:.2f} ms for each further node; {measured.empty:.0%} of rounds had nothing to propose",
+        f"{measured.feed * 1e3:.2f} ms for each further node; something to propose in {1 - measured.empty:.0%} of rounds",
         soft_wrap=True,
     )
     chances = Table("depth", *map(str, range(1, LEVELS + 1)), title="chance that a child is the target's token")

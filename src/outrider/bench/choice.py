@@ -163,7 +163,7 @@ def render(choice: Choice, console: Console) -> None:
         best = [method == choice.best_fixed(task) for task in columns]
         table.add_row(method, *(f"[bold]{cell}[/bold]" if top else cell for cell, top in zip(cells, best)))
     table.add_section()
-    table.add_row("auto over best fixed", *(f"{choice.ratio(task).value:.3f}" for task in columns))
+    table.add_row("auto over best fixed", *(choice.ratio(task).told for task in columns))
     table.add_row("95 % of resamplings", *(choice.ratio(task).between for task in columns))
     console.print(table)
     by_task, by_prompt = choice.rooms

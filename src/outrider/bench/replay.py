@@ -378,6 +378,6 @@ def render(turns: Turns, console: Console) -> None:
     table.add_section()
     fixed = [name for name in turns.methods if name != "auto"]
     ratios = [turns.ratio("auto", fixed, None if name == "mix" else name) for name in found]
-    table.add_row("auto over best fixed", *(f"{one.value:.3f}" for one in ratios))
+    table.add_row("auto over best fixed", *(one.told for one in ratios))
     table.add_row("95 % of resamplings", *(one.between for one in ratios))
     console.print(table)

@@ -171,8 +171,13 @@ class Spread:
         """The interval in words."""
         return "too little text" if math.isnan(self.low) else f"{self.low:.3f} to {self.high:.3f}"
 
+    @property
+    def told(self) -> str:
+        """The estimate, unless there was too little text: half of a few turns says nothing of the other half."""
+        return "-" if math.isnan(self.low) else f"{self.value:.3f}"
+
     def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.between})"
+        return self.between if math.isnan(self.low) else f"{self.told} ({self.between})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""

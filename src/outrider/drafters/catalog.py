@@ -21,13 +21,14 @@ from outrider.drafters.oracle import OracleDrafter
 from outrider.drafters.self_draft import SelfDrafter, parse_layers
 from outrider.drafters.small_lm import is_small_lm, load_small_lm
 from outrider.drafters.vocabulary import shared_vocabulary
+from outrider.models.catalog import ALIASES
 from outrider.models.loading import load_model, local_path
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, best_first, parse_shape
 
 NAMES = (
-    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's folder, a "
+    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'mamba', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's folder, a "
     "model (alias, hub id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something)"
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
@@ -120,6 +121,8 @@ def _named(
         return _from_folder(folder, target, must_be_table=True)
     if is_drafter_folder(folder) or is_small_lm(folder):
         return drafter_in(folder, target, tokenizer, **loading)
+    if re.fullmatch(r"[\w-]+", name) and name not in ALIASES and not folder.exists():
+        raise ValueError(f"there is no drafter named {name!r}; use {NAMES}")
     loaded = load_model(rest if kind == "lm" and rest else name, **loading)
     limit = shared_vocabulary(tokenizer, loaded.tokenizer, target.vocab, loaded.name)
     return LMDrafter(tree_model(loaded.model)[0], loaded.name, limit)

@@ -28,8 +28,9 @@ from outrider.models.selftest import tree_model
 from outrider.tree import OFF, Shape, best_first, parse_shape
 
 NAMES = (
-    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'mamba', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's folder, a "
-    "model (alias, hub id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has something)"
+    "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'mamba', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's "
+    "folder, a model (alias, hub id, folder, GGUF file), several joined by '+' (one tree of all) or '>' (the first that has "
+    "something)"
 )
 FREE = {"ngram", "table"}  # drafters that cost next to nothing
 FREE_ARMS = ("chain4", "chain2", "chain7", "chain10", "chain15", "2x1x1x1", "3x1x1x1x1x1x1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -65,6 +66,23 @@ def test_short_texts_are_faster_with_a_prior() -> None:
 
     known = prior(GOOD)
     assert total(lambda: believing(known)) < 0.97 * total(lambda: Counterfactual(FRAMES))
+
+
+@pytest.mark.parametrize("stalled", range(3))
+def test_a_stall_among_the_first_drafts_does_not_end_drafting(stalled: int) -> None:
+    """Another process takes the machine for ten rounds' time, once: with a prior there is something to compare that with."""
+    controller, chance = believing(prior(GOOD)), random.Random(stalled)
+    drafted = off = 0
+    for _ in range(100):
+        shape = controller.choose()
+        kept = 0
+        while kept < shape.depth and chance.random() < GOOD[0]:
+            kept += 1
+        row = Walked((0,) * kept, max(shape.levels[kept]) if kept < shape.depth else 0, False, shape.nodes, True)
+        stall = 10.0 * (drafted == stalled) if shape.depth else 0.0
+        drafted, off = drafted + bool(shape.depth), off + (not shape.depth)
+        controller.reward(Round(shape, [row], 0.05 * shape.depth, 1.0 + 0.02 * shape.nodes + stall))
+    assert off < 15
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -19,6 +19,7 @@ KNOWN = 0.002  # weight, in observations of now, from which on a group was seen:
 TOLD = 0.05  # weight of a pass that tells of the slope among those before
 PROPOSAL = 0.5  # levels that a proposal takes besides those that it drafts
 PLAIN_CLIP = 1.3  # most that a plain round counts, in those before: what drafting gains is measured by them
+NEW_CLIP = 2.0  # most that the first pass over about so many rows counts, in those expected: it may be a stall, and decides much
 SLOW_START = 0.25  # weight of the very first rounds of a process
 FORGOTTEN = 1e-12  # weight, in observations of now, below which a group is as if it was never seen
 # seconds of a pass, and weight of all passes of a kind, that clocks may have: one is divided by the other, and others by both
@@ -48,6 +49,10 @@ class Passes:
         self.weight[group] += weight
         self.rows[group] += weight * rows
         self.total[group] += weight * seconds
+
+    def knows(self, rows: int) -> bool:
+        """Whether a pass over about as many rows was seen."""
+        return self.weight[_group(rows)] > 0
 
     def curve(self, plain: float, unit: float) -> Callable[[int], float]:
         """Seconds of a pass over so many rows.
@@ -145,7 +150,10 @@ class Clocks:
             self.asked += self.unit
             self.drafts.see(levels + PROPOSAL, max(done.fed - levels, 0), done.draft, self.unit)
         if done.drafted:
-            self.passes.see(len(done.rows) + done.drafted, rest, self.unit)
+            rows = len(done.rows) + done.drafted
+            if self.plain and not self.passes.knows(rows):
+                rest = min(rest, NEW_CLIP * self.passes.curve(self.plain, self.unit)(rows))
+            self.passes.see(rows, rest, self.unit)
         elif not done.beyond:
             self.empty += self.unit
 

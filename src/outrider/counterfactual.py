@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.clocks import LARGEST_UNIT, Clocks
-from outrider.cost import Fit, fastest_tree, tails
+from outrider.cost import fastest_tree, tails
 from outrider.knowledge import MOST_LOOKED_UP, Knowledge, from_data, to_data
 from outrider.rounds import Round, Walked
 from outrider.stopping import Stops, stops
@@ -30,6 +30,7 @@ REGROW = 128  # drafted rounds between searches for the best tree of a fixed sha
 TREE_NODES, TREE_DEPTHS = 12, (2, 3, 5, 8)
 BELIEVED = 16.0  # rounds that a prior is worth
 START, PURSE = 1.5, 8.0  # what the purse holds at first and at most, in plain rounds
+STALL = 1.5  # most that a drafted round takes from the purse, in those expected
 CHECK = 0.005  # share of the speed that plain rounds may cost while drafting pays: they tell what it is compared with
 LEAST_PRICE = 0.2  # of a trial, as a share of what it loses when nothing is right
 FORGET = 0.03  # weight left to rounds before a change of the text
@@ -278,7 +279,8 @@ class Counterfactual:
             return
         before, seconds = START if self.pace.purse is None else self.pace.purse, done.seconds
         if done.shape.depth and self.best is not None and self.clocks.asked:
-            seconds = min(seconds, Fit.CLIP * self.best.seconds)  # a stall of the machine is no loss by drafting
+            # a stall of the machine is no loss by drafting; a drafter that is slow is too dear for the next trial anyway
+            seconds = min(seconds, STALL * self.best.seconds)
         gained = done.emitted / self.rows * plain - seconds if done.shape.depth else 0.0
         if done.emitted == len(done.rows):  # nothing was kept: whatever the clock says, that is no gain
             gained = min(gained, 0.0)

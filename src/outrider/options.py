@@ -130,14 +130,7 @@ class Options:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not _is_finite(value) or not low <= value <= high:
-                wanted = (
-                    ""
-                    if low == -math.inf
-                    else f" of {low:g} or more"
-                    if high == math.inf
-                    else f" from {low:g} to {high:g}"
-                )
-                raise ValueError(f"{name} is {value!r}; it must be a finite number{wanted}")
+                raise ValueError(f"{name} is {value!r}; it must be a finite number{_within(low, high)}")
         if 0 < self.temperature < SMALLEST:
             raise ValueError(
                 f"temperature is {self.temperature!r}; give 0 for greedy decoding, or at least {SMALLEST:g}"
@@ -175,6 +168,13 @@ class Options:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _within(low: float, high: float) -> str:
+    """A range in words, to go on behind "a number"."""
+    if low == -math.inf:
+        return ""
+    return f" of {low:g} or more" if high == math.inf else f" from {low:g} to {high:g}"
 
 
 def _is_finite(value: object) -> bool:

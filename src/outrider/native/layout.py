@@ -85,11 +85,15 @@ def lay_out(weight_VK: Tensor, at: int) -> None:
     """
     outs, inputs = weight_VK.shape
     call, size, threads = library().outrider_lay_out, weight_VK.element_size(), torch.get_num_threads()
-    # the last part is never less than a tile, as the kernels want it
-    for start, end in pairwise([*range(0, max(outs - TILE + 1, 1), CHUNK), outs]):
+    for start, end in parts(outs):
         part_VK = weight_VK[start:end]
         call(size, part_VK.data_ptr(), end - start, inputs, at + start * inputs * size, threads)
         release(part_VK)
+
+
+def parts(outs: int) -> Iterable[tuple[int, int]]:
+    """Where parts of so many outputs start and end; the last one is never less than a tile, as the kernels want it."""
+    return pairwise([*range(0, max(outs - TILE + 1, 1), CHUNK), outs])
 
 
 def fits(weight: Tensor) -> bool:

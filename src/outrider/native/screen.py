@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from outrider.models.resident import in_huge_pages, release
-from outrider.native.layout import CHUNK, LONGEST, TILE, LinearStructure, fits, multiplies_bytes
+from outrider.native.layout import CHUNK, LONGEST, TILE, LinearStructure, fits, lay_out, multiplies_bytes, parts
 from outrider.native.library import library
 from outrider.native.linear import DTYPES
 from outrider.scores import Scores
@@ -67,17 +66,14 @@ class Screen:
         self._at = byref(self._screen)
 
     def _round(self, weight: Tensor) -> None:
-        """Some outputs at a time, whole pieces: so that little of the weight has to be in memory."""
-        starts = [*range(0, max(self.vocab - TILE + 1, 1), CHUNK), self.vocab]
-        threads = torch.get_num_threads()
-        found = torch.empty(min(CHUNK, self.vocab) + TILE, self.inputs, dtype=torch.uint8)
-        for start, end in pairwise(starts):
-            part = weight[start:end]
+        """Some outputs at a time: so that little of the weight has to be in memory."""
+        bytes_VK = torch.empty(min(CHUNK, self.vocab) + TILE, self.inputs, dtype=torch.uint8)
+        for start, end in parts(self.vocab):
+            part, found = weight[start:end], bytes_VK[: end - start]
             numbers = [numbers_V[start:].data_ptr() for numbers_V in self._numbers_3V]
             size = weight.element_size(), part.data_ptr(), end - start, self.inputs
-            self._library.outrider_in_bytes(*size, found.data_ptr(), *numbers, threads)
-            at = self._memory.data_ptr() + start * self.inputs
-            self._library.outrider_lay_out(1, found.data_ptr(), end - start, self.inputs, at, threads)
+            self._library.outrider_in_bytes(*size, found.data_ptr(), *numbers, torch.get_num_threads())
+            lay_out(found, self._memory.data_ptr() + start * self.inputs)
             release(part)
 
     @property

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cost import Acceptance, Curve, Fit, best_trees, beyond, drafted_by, fastest_tree, reached, tails
+from outrider.cost import Acceptance, Curve, Fit, best_trees, beyond, drafted_by, fastest_tree, leaving, reached, tails
 from outrider.rounds import Walked, walked
 from outrider.tree import OFF, Shape, TokenTree, from_paths, parse_shape
 from outrider.verify import Draft, Verdict, verify_coupled
@@ -98,6 +98,18 @@ def test_expected_tokens_are_the_sum_of_all_nodes_chances(shape: Shape) -> None:
     found = tails(shape, chances)
     assert 1 + found[0] == pytest.approx(by_node)
     assert beyond(shape, 0, 0, 0, found, chances) == pytest.approx(by_node - 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_chance_to_leave_by_a_leaf_is_that_of_all_paths_to_leaves(shape: Shape) -> None:
+    chances = _chances([[0.5, 0.2, 0.1], [0.6, 0.15, 0.1], [0.7, 0.1, 0.05]])
+    tree, ranks = grown(shape)
+    by_leaf = dict[int, float]()
+    for node, path in enumerate(ranks):
+        if not tree.children[node]:
+            chance = float(np.prod([chances[depth][rank] for depth, rank in enumerate(path)]))
+            by_leaf[len(path)] = by_leaf.get(len(path), 0.0) + chance
+    assert leaving(shape, chances)[0] == pytest.approx(by_leaf)
 
 
 def test_expectation_after_wrong_children_is_the_mean_over_the_texts_that_fit() -> None:

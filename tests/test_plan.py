@@ -29,8 +29,8 @@ from outrider.bench.tasks import Prompt
 from outrider.cli import app
 from outrider.controller import Fixed
 from outrider.drafters.ngram import NgramDrafter
-from outrider.rounds import Round, Walked
-from outrider.tree import OFF, parse_shape
+from outrider.rounds import Round
+from outrider.tree import parse_shape
 from toy import byte_tokenizer
 
 LAW = (0.6, 0.15, 0.08)
@@ -286,18 +286,3 @@ def test_a_comparison_is_fixed_by_its_seeds() -> None:
         compare([synthetic([(200, LAW)], 5)], Seconds(), seed=2).to_json()
         == compare([synthetic([(200, LAW)], 5)], Seconds(), seed=2).to_json()
     )
-
-
-def test_walks_behind_short_rounds_do_not_tell_of_deep_shapes() -> None:
-    """A text in which a rejection is followed by another, and everything else is easy: plain rounds land amid what is easy."""
-    deep, right, wrong = parse_shape("chain8"), (0,) * 8, ()
-    rounds = []
-    for _ in range(240):
-        rounds += [Round(OFF, [Walked((), 0, False, 0, True)], verify=1.0)]
-        rounds += [Round(deep, [Walked(right, 0, False, 8, True)], 0.1, 1.0)]
-        rounds += [Round(deep, [Walked(wrong, 1, False, 8, True)], 0.1, 1.0)]
-    found = Measured(rounds)
-    assert len(found.rows) == 480 and {len(row.ranks) for row in found.telling()} == {0}
-    assert found.chances[0][0] < 0.1
-    few = Measured(rounds[:9])
-    assert few.telling() == few.rows

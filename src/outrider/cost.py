@@ -86,6 +86,22 @@ def tails(shape: Shape, chances: Sequence[Sequence[float]]) -> list[float]:
     return found
 
 
+def leaving(shape: Shape, chances: Sequence[Sequence[float]]) -> list[dict[int, float]]:
+    """Per node of a shape, level by level: the chance that a walk which is there ends at a leaf, by the depth of the leaf."""
+    counts, firsts = shape.flat
+    found = list[dict[int, float]]([{}] * len(counts))
+    node = len(counts)
+    for depth in range(shape.depth, -1, -1):
+        law = chances[min(depth, DEPTHS - 1)]
+        for _ in range(sum(shape.levels[depth - 1]) if depth else 1):
+            node -= 1
+            found[node] = {} if counts[node] else {depth: 1.0}
+            for rank in range(min(counts[node], RANKS)):
+                for leaf, chance in found[firsts[node] + rank].items():
+                    found[node][leaf] = found[node].get(leaf, 0.0) + law[rank] * chance
+    return found
+
+
 def reached(shape: Shape, row: Walked) -> tuple[int, int, int | None]:
     """How far another shape would have got in a round: tokens emitted for certain, and where certainty ends.
 
@@ -112,10 +128,17 @@ def beyond(
     """
     if not width:
         return found[node]
+    return sum(chance * (1.0 + found[child]) for child, chance in following(shape, node, depth, width, chances))
+
+
+def following(
+    shape: Shape, node: int, depth: int, width: int, chances: Sequence[Sequence[float]]
+) -> list[tuple[int, float]]:
+    """Children of a node with their chances to be right, given that its first `width` ones are wrong."""
     law, first = chances[min(depth, DEPTHS - 1)], shape.flat[1][node]
     left = 1.0 - sum(law[:width])
     ranks = range(width, min(shape.flat[0][node], RANKS))
-    return sum(law[rank] * (1.0 + found[first + rank]) for rank in ranks) / left if left > 0 else 0.0
+    return [(first + rank, law[rank] / left) for rank in ranks] if left > 0 else []
 
 
 def drafted_by(shape: Shape, row: Walked) -> int:

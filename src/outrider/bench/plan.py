@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.bench.probe import Measured
-from outrider.cost import DEPTHS, RANKS, best_trees, beyond, drafted_by, reached, tails
+from outrider.bench.starts import Brought
+from outrider.cost import DEPTHS, RANKS, best_trees, tails
 from outrider.drafters.catalog import default_arms
 from outrider.tree import OFF, Shape, parse_shape
 
@@ -95,7 +96,6 @@ class Model:
     def __init__(self, measured: Measured, change: Change = Change()) -> None:
         self.measured, self.change = measured, change
         self.chances = _changed(measured.chances, change)
-        self.rows = measured.telling()
 
     @property
     def plain(self) -> float:
@@ -104,35 +104,25 @@ class Model:
 
     def draft_seconds(self, shape: Shape) -> float:
         """Of drafting; measured where this very shape was."""
-        measured, more = self.measured, shape.feeds - shape.depth
+        measured = self.measured
         if self.change.level is not None:
             return self.change.level * shape.depth
-        fitted = measured.level * shape.depth + measured.feed * more
-        return self.change.factor * measured.drafts.get(shape.name, fitted)
+        between = measured.levels(shape.depth) + measured.feed * (shape.feeds - shape.depth)
+        return self.change.factor * measured.drafts.get(shape.name, between)
 
-    def length(self, shape: Shape) -> float:
-        """Tokens a round: what the walks tell of this shape, and expectation where they tell nothing."""
-        before = self.measured.chances
-        found = tails(shape, before)
-        total = 0.0
-        for row in self.rows:
-            emitted, node, width = reached(shape, row)
-            total += emitted + (0.0 if width is None else beyond(shape, node, emitted - 1, width, found, before))
-        return total / len(self.rows) + tails(shape, self.chances)[0] - found[0]
-
-    def seconds(self, shape: Shape) -> float:
-        """Of a round."""
-        measured, nodes = self.measured, sum(drafted_by(shape, row) for row in self.rows) / len(self.rows)
-        full = 1.0 - measured.empty
-        tree = measured.passes(nodes / full) if full else 0.0
-        return measured.empty * measured.plain + full * tree + self.draft_seconds(shape) + measured.overhead
+    def _brought(self, shape: Shape) -> Brought:
+        """By rounds of this shape, as the changed drafter has more or fewer of its nodes kept."""
+        found, before = self.measured.starts.brought(shape), self.measured.chances
+        return replace(found, length=found.length + tails(shape, self.chances)[0] - tails(shape, before)[0])
 
     def predict(self, shape: Shape) -> Predicted:
         """Of a shape."""
         if not shape.depth:
             return Predicted(shape, 1.0, self.plain, 1.0)
-        length, seconds = self.length(shape), self.seconds(shape)
-        return Predicted(shape, length, seconds, length / seconds * self.plain)
+        measured, found = self.measured, self._brought(shape)
+        verify = found.empty * measured.plain + (1.0 - found.empty) * measured.verify(shape)
+        seconds = verify + self.draft_seconds(shape) + measured.overhead
+        return Predicted(shape, found.length, seconds, found.length / seconds * self.plain)
 
     def ranking(self, arms: Sequence[Shape]) -> list[Predicted]:
         """Shapes, chains and the best trees of every size, the fastest first."""

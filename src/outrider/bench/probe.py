@@ -1,4 +1,4 @@
-"""Measure a pair for some seconds: one text is written while rounds take turns over a few shapes.
+"""Measure a pair for some seconds: texts are written while a few shapes take turns, each for some rounds.
 
 Their walks say what any shape would have emitted, their clocks what any shape would take (`cost.py`).
 """
@@ -10,11 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from outrider.cost import Acceptance, Curve, Fit
-from outrider.rounds import Round, Walked
+from outrider.bench.starts import Starts
+from outrider.cost import Acceptance, Curve
+from outrider.rounds import Round
 from outrider.tree import Shape, parse_shape
 
 if TYPE_CHECKING:
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 Tell = Callable[[int, int, str], None]
 PROBES = ("off", "chain1", "chain2", "chain4", "chain8", "2x2x1x1", "4x2x1", "chain15")
 WARM_UP = 2  # rounds of every shape that are not counted: a machine's first ones are slow
-DEEP, FEW = 4, 200  # levels of a round behind which walks are as in a run, and walks that are too few to be choosy
+STAY = 3  # rounds of a shape one after the other: what follows a round of its own kind is as in a run
 GROUP = 6  # rounds behind every point of the curve of pass times
 
 
 class Probing:
-    """A controller that goes round a few shapes and writes the rounds down."""
+    """A controller that goes round a few shapes, and writes the rounds down."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.shapes, self.rounds = list(shapes), list[Round]()
 
     def choose(self) -> Shape:
-        """The next one."""
-        return self.shapes[len(self.rounds) % len(self.shapes)]
+        """The one whose turn it is."""
+        return self.shapes[len(self.rounds) // STAY % len(self.shapes)]
 
     def reward(self, done: Round) -> None:
         """Write it down."""
@@ -60,7 +60,7 @@ class Measured:
 
     def __post_init__(self) -> None:
         acceptance = Acceptance()
-        for row in self.telling():
+        for row in (row for done in self.rounds if done.shape.depth for row in done.rows):
             acceptance.see(row)
         self.chances = acceptance.chances()
         self.tries = [row[0] for row in acceptance.tries]
@@ -74,31 +74,34 @@ class Measured:
             _rising([(0, seconds) for seconds in plain], [(d.drafted, d.verify + d.commit) for d in drafted])
         )
         self.plain = self.passes(0)
-        self.drafts, fit = dict[str, float](), Fit(0.05)
+        self.starts, self.drafts = Starts(self.rounds), dict[str, float]()
+        self.filled = Counter((done.shape, done.drafted) for done in drafted)
+        chains, trees = [(0, 0.0)], list[Shape]()
         for shape in {done.shape.name: done.shape for done in asked}.values():
-            seconds = typical([done.draft for done in asked if done.shape.name == shape.name])
-            self.drafts[shape.name] = seconds
-            fit.see(shape.depth, shape.feeds - shape.depth, seconds)
-        self.level, self.feed = fit.solve()
+            self.drafts[shape.name] = typical([done.draft for done in asked if done.shape.name == shape.name])
+            if shape.feeds > shape.depth:
+                trees.append(shape)
+            else:
+                chains.append((shape.depth, self.drafts[shape.name]))
+        self.levels, (deepest, seconds) = Curve(chains), max(chains)
+        self.level = seconds / max(deepest, 1)
+        further = [(self.drafts[one.name] - self.levels(one.depth)) / (one.feeds - one.depth) for one in trees]
+        self.feed = max(statistics.fmean(further), 0.0) if trees else 0.0
 
-    def telling(self) -> list[Walked]:
-        """Walks behind rounds that drafted deep; all, where these are few.
+    def verify(self, shape: Shape) -> float:
+        """Of a pass over what a shape drafts, where there is anything to draft: as chains are filled, or trees."""
+        alike = {
+            key: times for key, times in self.filled.items() if (key[0].width > 1) == (shape.width > 1)
+        } or self.filled
+        passes = [times * self.passes(_nodes(shape, asked, drafted)) for (asked, drafted), times in alike.items()]
+        return sum(passes) / sum(alike.values()) if passes else self.passes(shape.nodes)
 
-        A shape's own rounds begin where the one before was rejected, which is seldom amid what is easily foretold. Behind plain
-        rounds and short chains a walk begins there more often than it will.
-        """
-        behind = [
-            row
-            for before, done in pairwise(self.rounds)
-            if done.shape.depth and before.shape.depth >= DEEP
-            for row in done.rows
-        ]
-        return behind if len(behind) >= FEW else self.rows
 
-    @property
-    def rows(self) -> list[Walked]:
-        """Walks of rounds that asked for drafts."""
-        return [row for done in self.rounds if done.shape.depth for row in done.rows]
+def _nodes(shape: Shape, asked: Shape, drafted: int) -> float:
+    """Of a shape, where so many were drafted of another one: down the first children, and besides."""
+    further, rest = asked.nodes - asked.depth, shape.nodes - shape.depth
+    first = shape.depth if drafted >= asked.depth else min(drafted, shape.depth)
+    return first + (rest * max(drafted - asked.depth, 0) / further if further else rest)
 
 
 def typical(values: Sequence[float]) -> float:

@@ -287,6 +287,20 @@ def test_trials_of_a_hopeless_drafter_come_the_rarer_the_dearer_they_are() -> No
     assert 0.2 * cheap < 16.0 and 2.0 * dear < 18.0, "both lose a share of the time"
 
 
+def test_trials_cost_half_as_much_where_nothing_was_ever_kept_and_as_much_as_before_once_something_is() -> None:
+    """Of 4000 tokens that are always or next to always wrong, behind the first 200."""
+
+    def lost(law: tuple[float, ...]) -> float:
+        found = list[float]()
+        for seed in range(6):
+            done = run((4000, law), seconds=COSTLY, seed=seed)
+            start = next(i for i, at in enumerate(done.positions) if at >= 200)
+            found.append((done.total - done.seconds[start]) / (done.tokens - done.positions[start]) - 1.0)
+        return statistics.fmean(found)
+
+    assert lost((0.0,)) < 0.008 < 0.010 < lost((0.08,))
+
+
 @pytest.mark.parametrize("first", [0.01, 0.04])
 @pytest.mark.parametrize("seed", range(6))
 def test_stalls_are_no_gain_of_drafting(first: float, seed: int) -> None:

@@ -123,15 +123,11 @@ class Clocks:
     def __init__(self, discount: float = 0.98) -> None:
         self.discount, self.unit = discount, 1.0  # the newest round weighs one unit
         self.total = self.weight = 0.0  # of plain passes
+        self.plain = 0.0
+        """Seconds of a plain pass; 0 before the first."""
         self.passes, self.drafts = Passes(), Fit(0.05)
         self.asked = self.empty = 0.0  # rounds that asked for drafts, and those that got none
         self.believed: tuple[dict[str, list[float]], float] | None = None  # what was measured elsewhere, and its worth
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a plain pass; 0 before the first. Passes over trees take no less: where more is known of them, and they took
-        less, plain rounds were stalled."""
-        return min(self.total / self.weight, self.passes.least(self.weight)) if self.weight else 0.0
 
     def hear(self, done: Round) -> None:
         """Count a round."""
@@ -141,10 +137,15 @@ class Clocks:
             weight = self.unit if self.weight else SLOW_START * self.unit
             self.total += weight * (min(rest, PLAIN_CLIP * self.plain) if self.weight else rest)
             self.weight += weight
+            self._time_plain()
             if self.believed is not None:
                 self._scale_beliefs()
-        if not done.shape.depth:
-            return
+        if done.shape.depth:
+            self._hear_drafting(done, rest)
+            self._time_plain()
+
+    def _hear_drafting(self, done: Round, rest: float) -> None:
+        """Count what a round that asked for drafts took for them, and for all else."""
         if not done.beyond:
             levels = done.levels
             self.asked += self.unit
@@ -156,6 +157,11 @@ class Clocks:
             self.passes.see(rows, rest, self.unit)
         elif not done.beyond:
             self.empty += self.unit
+
+    def _time_plain(self) -> None:
+        """Passes over trees take no less than plain ones: where more is known of them, and they took less, plain rounds were
+        stalled."""
+        self.plain = min(self.total / self.weight, self.passes.least(self.weight)) if self.weight else 0.0
 
     def _age(self) -> None:
         """Let earlier rounds fade, by making a new one weigh more."""
@@ -225,6 +231,7 @@ class Clocks:
         self.believed = None
         for name, part in self._parts().items():
             part.restore(parts[name])
+        self._time_plain()
 
     def _parts(self) -> dict[str, Any]:
         return {"passes": self.passes, "drafts": self.drafts}

@@ -33,6 +33,7 @@ START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain r
 STALL = 1.5  # most that a drafted round takes from the purse, in those expected
 CHECK = 0.005  # share of the speed that plain rounds may cost while drafting pays: they tell what it is compared with
 LEAST_PRICE = 0.2  # of a trial, as a share of what it loses when nothing is right
+FRUITLESS = 16  # drafted rounds in a row without a token kept, from which on trials may cost half as much
 FORGET = 0.03  # weight left to rounds before a change of the text
 SLACK, ALARM, CLIP, LEAST_SPREAD = 0.5, 6.0, 3.0, 0.4  # of the two-sided cumulative sum that notices such a change
 
@@ -93,6 +94,7 @@ class Counterfactual:
         self.arms = [arm.adapting(0.0, arm.reach, arm.within) for arm in arms if arm.depth]
         self.tree: Shape | None = None
         self.rows, self.rounds, self.drafted = 1, 0, 0
+        self.fruitless = 0  # drafted rounds since a token was kept
         self.regrow, self.waiting = SOON, list[Round]()
         self.best: Rating | None = None
         self.chosen = OFF
@@ -225,8 +227,8 @@ class Counterfactual:
     # -- learning --------------------------------------------------------------------------------------------------
 
     def reward(self, done: Round) -> None:
-        """Learn from a round about all shapes: from several at once where drafting goes on, since between two passes all code is
-        cold."""
+        """Learn from a round about all shapes: from several at once where nothing hangs on one, since between two passes all code
+        is cold."""
         if done.seconds <= 0 or not done.rows:
             return
         self.rounds += len(done.rows) == 1
@@ -237,9 +239,14 @@ class Counterfactual:
         self._pay(done)
         self.pace.since = self.pace.since + 1 if done.shape.depth else 0
         self.waiting.append(done)
-        is_calm = self.pace.on and (self.pace.purse or 0.0) >= 0 and self.drafted >= SOON
-        if not is_calm or len(self.waiting) >= REFRESH:
+        if not self._may_wait(done) or len(self.waiting) >= REFRESH:
             self._learn()
+
+    def _may_wait(self, done: Round) -> bool:
+        """Whether nothing hangs on a round yet: drafting goes on whatever it says, or ended, and it was plain."""
+        if not self.pace.on:
+            return self.pace.on is False and not done.shape.depth
+        return (self.pace.purse or 0.0) >= 0 and self.drafted >= SOON
 
     def _learn(self) -> None:
         """Take in the rounds that wait for it, and rate all shapes anew."""
@@ -281,10 +288,17 @@ class Counterfactual:
         if done.shape.depth and self.best is not None and self.clocks.asked:
             # a stall of the machine is no loss by drafting; a drafter that is slow is too dear for the next trial anyway
             seconds = min(seconds, STALL * self.best.seconds)
-        gained = done.emitted / self.rows * plain - seconds if done.shape.depth else 0.0
-        if done.emitted == len(done.rows):  # nothing was kept: whatever the clock says, that is no gain
+        gained, share = 0.0, self.share
+        if done.shape.depth:
+            gained = done.emitted / self.rows * plain - seconds
+            self.fruitless += done.drafted > 0
+        if done.emitted > len(done.rows):
+            self.fruitless = 0
+        else:  # nothing was kept: whatever the clock says, that is no gain
             gained = min(gained, 0.0)
-        self.pace.purse = min(before + (gained + self.share * seconds) / plain, PURSE)
+        if self.fruitless >= FRUITLESS:
+            share /= 2
+        self.pace.purse = min(before + (gained + share * seconds) / plain, PURSE)
 
     def _hear(self, done: Round) -> None:
         for row in done.rows:

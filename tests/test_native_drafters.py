@@ -16,6 +16,7 @@ from helpers import PROMPT, PROMPTS, expected
 from native_kernels import needs_kernels, without_kernels
 from outrider.api import Engine
 from outrider.drafters.feature_head import HeadDrafter, HeadModel, HeadState
+from outrider.drafters.head_text import HeadText
 from outrider.drafters.lm import LMDrafter
 from outrider.models.draft_vocab import CutHead
 from outrider.models.feature_head import CORES, FeatureHead, HeadConfig
@@ -106,7 +107,7 @@ def test_heads_say_the_same_without_kernels(
 
 @pytest.mark.parametrize("core", CORES)
 def test_logits_after_the_last_token_are_those_of_all(core: str) -> None:
-    states: list[HeadState] = []
+    states: list[HeadState | HeadText] = []
     for _ in range(2):
         state = head_model(core, 0, torch.float32).begin([[], []], 4)
         state.see([torch.ones(8, 64), torch.ones(8, 64)])
@@ -115,6 +116,66 @@ def test_logits_after_the_last_token_are_those_of_all(core: str) -> None:
     last, every = states[0].follow(tokens), states[1].extend(tokens, [range(-1, 2), [-1]])
     close(last[0], every[0, 2])
     close(last[1], every[1, 0])
+
+
+def one_text(state: HeadState | HeadText, dtype: torch.dtype, width: int) -> list[torch.Tensor]:
+    """Logits of a text in pieces, levels, side branches and many nodes at once; what is committed lies apart now and then."""
+    torch.manual_seed(6)
+    found = []
+    for turn in range(12):
+        for count in (0, 4, 1):
+            state.see(
+                [torch.randn(count, 3 * width)[:, : 2 * width].to(dtype)]
+            )  # a part of something wider, as paths are
+        found.append(state.follow([[(3 * turn + i) % VOCAB for i in range(5)]]))
+        found.append(state.extend([[1, 2, VOCAB - 1]], [[4, 4, 4]]))
+        found.append(state.extend([[4, 5, 6, 7]], [[5, 7, 6, 5]]))
+        if turn == 5:
+            found.append(state.extend([[8] * 300], [[9] * 300]))
+        state.commit([range(5)])
+        if turn % 4 == 3:
+            state.see([torch.randn(3, 2 * width).to(dtype)])
+            found += [state.extend([[token]], [[parent]]) for token, parent in enumerate((-1, -1, 1, 2))]
+            state.commit([[1, 2, 3]])
+    assert state.lengths == [69] and state.pending == 0 and state.bytes() > 0
+    return found
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("sizes", range(len(HEAD_SIZES)))
+def test_a_text_alone_goes_by_addresses_and_has_the_same_bits(sizes: int, dtype: torch.dtype) -> None:
+    model = head_model("attention", sizes, dtype)
+    alone, width = model.begin([[]], 4), model.head.config.width
+    assert isinstance(alone, HeadText)
+    found = one_text(alone, dtype, width)
+    wanted = one_text(HeadState(model, 1, 4), dtype, width)
+    assert len(found) == len(wanted) == 49
+    for got, other in zip(found, wanted):
+        assert torch.equal(got, other)
+
+
+def test_texts_side_by_side_windows_and_other_cores_do_not_go_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = head_model("attention", 0, torch.float32)
+    assert isinstance(attention.begin([[], []]), HeadState)
+    for core in CORES:
+        if core != "attention":
+            assert isinstance(head_model(core, 0, torch.float32).begin([[]]), HeadState)
+    attention.embedding.register_forward_hook(lambda *_: None)
+    assert isinstance(attention.begin([[]]), HeadState), "who looks up rows in a way of their own is asked"
+    without_kernels(monkeypatch)
+    assert isinstance(head_model("attention", 0, torch.float32).begin([[]]), HeadState)
+
+
+def test_of_a_text_alone_what_is_no_path_is_refused() -> None:
+    state = head_model("attention", 0, torch.float32).begin([[]])
+    state.see([torch.ones(3, 64)])
+    state.follow([[1, 2, 3]])
+    for parents in ([3], [-2], [0, 5]):
+        with pytest.raises(IndexError, match="parents come before children"):
+            state.extend([[1] * len(parents)], [parents])
+    for path in ([1], [0, 2], [0, 1, 2, 9]):
+        with pytest.raises(IndexError, match="path of pending nodes"):
+            state.commit([path])
 
 
 # -- mixers ------------------------------------------------------------------------------------------------------------

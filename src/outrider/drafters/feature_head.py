@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from outrider.cache.attention import ALIGNMENT, AttentionLayer, additive_mask, visibility
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
+from outrider.drafters.head_text import NODES, HeadText, takes
 from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
 from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
@@ -32,7 +33,6 @@ from outrider.models.scans import mixer_kernels, tree_scan
 from outrider.sampling import Sampler
 from outrider.verify import Verdict
 
-NODES = 128  # that buffers hold before they grow
 SPARE = 256  # slots that nobody sees any more, before they are given up
 
 
@@ -78,9 +78,11 @@ class HeadModel:
         embedded_BND = self.embedding(torch.tensor(tokens, device=self.device))
         return self.head.joined(embedded_BND, torch.stack([torch.stack(row) for row in features]))
 
-    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState:
+    def begin(self, prompts: Rows, room: int = 0, taps: Sequence[int] = ()) -> HeadState | HeadText:
         """Start without reading the prompts: their features come later, and `lm.py` feeds what is behind."""
         capacity, window = max(map(len, prompts), default=0) + room, self.head.config.attention_window
+        if takes(self, prompts):
+            return HeadText(self, capacity)
         return HeadState(self, len(prompts), capacity if window is None else min(capacity, window + SPARE + NODES))
 
     def state_bytes_per_node(self) -> int:
@@ -251,9 +253,9 @@ class HeadDraftState(LMDraftState):
         """Commit the nodes up to the root: they read the target's features, what was drafted behind them did not."""
         self.state.commit([growth.chain for growth in self.growths])
 
-    def _prefill(self, contexts: Sequence[Sequence[int]]) -> HeadState:
+    def _prefill(self, contexts: Sequence[Sequence[int]]) -> HeadState | HeadText:
         return cast(HeadModel, self.drafter.model).begin(contexts, self.room)
 
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Hidden states of tokens that the target has committed, per row."""
-        cast(HeadState, self.state).see(hidden)
+        cast(HeadState | HeadText, self.state).see(hidden)

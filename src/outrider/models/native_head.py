@@ -52,10 +52,15 @@ class NativeEntry:
             tokens: as many in every row.
             features: [D] of each one's predecessor.
         """
-        own, _held = token_places(self.embedding, [token for row in tokens for token in row])
+        x_BND = self.embedding.weight.new_empty(len(tokens), len(tokens[0]), self.width)
         before = [feature.data_ptr() for row in features for feature in row]
-        x_MD = self._joined([place for both in zip(own, before) for place in both])
-        return x_MD.view(len(tokens), len(tokens[0]), self.width)
+        self.join([token for row in tokens for token in row], before, x_BND.data_ptr())
+        return x_BND
+
+    def join(self, tokens: Sequence[int], before: Sequence[int], out: int) -> None:
+        """The same from and to addresses: of each token's predecessor's feature [D], and of what goes through the block."""
+        own, _held = token_places(self.embedding, tokens)
+        self._joined.into([place for both in zip(own, before) for place in both], out)
 
 
 class NativeHead:
@@ -108,24 +113,31 @@ class NativeHead:
             first: the slot that `seen` begins with.
             beside_BND: the outputs of a mixer that read the same input.
         """
-        end = seen_BNS.shape[2]
-        keys, values = held.reserve(joined_BND, self.groups, self.size, first + end)
-        if held.beside is None or held.beside[0] != first:
-            held.beside = first, Held([keys[:, :, first:]], [values[:, :, first:]])
-        positions_M = positions_BN.reshape(-1)
-        longest = int(positions_M.max()) + 1
-        if longest > len(self._table[0]):
-            self._table = self._rotations(2 * longest)
+        end, positions_M = seen_BNS.shape[2], positions_BN.reshape(-1)
         attended = Attended(
-            rotations=[self._table],
+            rotations=[self.rotations(int(positions_M.max()))],
             places=torch.from_numpy(positions_M),
             seen=[torch.from_numpy(np.ascontiguousarray(seen_BNS))],
             start=end - seen_BNS.shape[1],
-            held=held.beside[1],
+            held=self.held(held, joined_BND, first + end, first),
         )
         outputs_BND = self.decoder(joined_BND, attended, hidden=True, beside_BND=beside_BND)[2]
         assert outputs_BND is not None
         return outputs_BND
+
+    def held(self, layer: AttentionLayer, like: Tensor, end: int, first: int = 0) -> Held:
+        """Where keys and values are from a slot on, with room for `end` slots."""
+        keys, values = layer.reserve(like, self.groups, self.size, end)
+        if layer.beside is None or layer.beside[0] != first:
+            layer.beside = first, Held([keys[:, :, first:]], [values[:, :, first:]])
+        held: Held = layer.beside[1]
+        return held
+
+    def rotations(self, last: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions up to the last one and more."""
+        if last >= len(self._table[0]):
+            self._table = self._rotations(2 * (last + 1))
+        return self._table
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [P, E] in float32, rounded as the head rounds them."""

@@ -23,7 +23,7 @@ def places(rows_XD: Tensor) -> list[int]:
 
 def token_places(embedding: nn.Embedding, tokens: Sequence[int]) -> tuple[list[int], Any]:
     """The addresses of the rows of tokens, and what must be kept as long as they are read."""
-    if not _lies(embedding):
+    if not lies(embedding):
         rows_XD = embedding(torch.tensor(tokens, dtype=torch.long, device=embedding.weight.device)).contiguous()
         return places(rows_XD), rows_XD
     weight = embedding.weight
@@ -33,7 +33,7 @@ def token_places(embedding: nn.Embedding, tokens: Sequence[int]) -> tuple[list[i
 
 def embedded(embedding: nn.Embedding, ids_BN: Tensor) -> Tensor:
     """Embeddings [B, N, D] of their own."""
-    if ids_BN.numel() > FEW_TOKENS or not _lies(embedding):
+    if ids_BN.numel() > FEW_TOKENS or not lies(embedding):
         found: Tensor = embedding(ids_BN).contiguous()
         return found
     out_BND = embedding.weight.new_empty(*ids_BN.shape, embedding.weight.shape[1])
@@ -43,7 +43,7 @@ def embedded(embedding: nn.Embedding, ids_BN: Tensor) -> Tensor:
     return out_BND
 
 
-def _lies(embedding: nn.Embedding) -> bool:
+def lies(embedding: nn.Embedding) -> bool:
     """Whether an embedding is no more than rows in memory."""
     weight = embedding.weight
     hooks = embedding._forward_hooks or embedding._forward_pre_hooks

@@ -57,8 +57,16 @@ class JoinedProduct:
         Raises:
             MemoryError: where there is none left.
         """
-        count = len(rows) // self.parts
-        out = torch.empty(count, self.outs, dtype=self.dtype)
-        if self._call(self._at, (c_void_p * len(rows))(*rows), count, out.data_ptr(), torch.get_num_threads()):
-            raise MemoryError("there is no memory left for a step of the drafter")
+        out = torch.empty(len(rows) // self.parts, self.outs, dtype=self.dtype)
+        self.into(rows, out.data_ptr())
         return out
+
+    def into(self, rows: Sequence[int], out: int) -> None:
+        """The same, written to an address.
+
+        Raises:
+            MemoryError: where there is none left.
+        """
+        places, count = (c_void_p * len(rows))(*rows), len(rows) // self.parts
+        if self._call(self._at, places, count, out, torch.get_num_threads()):
+            raise MemoryError("there is no memory left for a step of the drafter")

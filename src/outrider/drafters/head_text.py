@@ -1,0 +1,151 @@
+"""A feature head's state of a single text, by compiled kernels: addresses instead of tensors.
+
+A step of a head takes the kernels some tens of microseconds, and as long again to be told so by tensors and arrays that are made
+anew for each step. Here, what stays where it is between steps is said once.
+
+Shapes: N new nodes, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.cache.attention import AttentionLayer
+from outrider.models.draft_vocab import DraftState, TextVocabulary
+from outrider.models.inference import inference
+from outrider.models.protocol import Rows
+from outrider.native.decoder import TextPass
+from outrider.native.embedding import lies
+
+if TYPE_CHECKING:
+    from outrider.drafters.feature_head import HeadModel
+
+NODES = 128  # that buffers hold before they grow
+
+
+def takes(model: HeadModel, prompts: Rows) -> bool:
+    """Whether the kernels compute all of a step, and there is one text."""
+    plain = not model.head.scans and model.head.config.attention_window is None
+    native = model.native and model.entry and model.cut.product.few
+    return bool(len(prompts) == 1 and plain and native and lies(model.embedding))
+
+
+class HeadText(DraftState):
+    """Keys, values, outputs and features of a text.
+
+    Args:
+        capacity: slots to begin with.
+    """
+
+    def __init__(self, model: HeadModel, capacity: int) -> None:
+        assert model.native and model.entry
+        self.model, self.entry, self.lengths = model, model.entry, [0]
+        self.layer, self.vocabulary = AttentionLayer(capacity), TextVocabulary(model.cut, 1)
+        self.turn = TextPass(model.native.decoder)
+        self.features: list[Tensor] | None = None
+        # of pending nodes: parents, depths, and which pending nodes each one sees
+        self.parents, self.depths, self.visible = list[int](), list[int](), list[bytes]()
+        # features [D] of committed tokens that are still needed: addresses, what holds them, and the position of the first
+        self.seen, self.first = [(model.nothing_D.data_ptr(), model.nothing_D)], -1
+        self.raw = list[Tensor]()  # hidden states that are no features yet
+        self.step = model.head.config.width * model.nothing_D.element_size()
+        self._allocate(NODES)
+
+    def _allocate(self, capacity: int) -> None:
+        """Room for what enters and what leaves the block."""
+        self.stream_ND, outputs_ND = (
+            self.model.nothing_D.new_empty(capacity, len(self.model.nothing_D)) for _ in range(2)
+        )
+        if self.pending:
+            outputs_ND[: self.pending] = self.outputs_ND[: self.pending]
+        self.outputs_ND: Tensor = outputs_ND
+
+    @property
+    def pending(self) -> int:
+        """Pending nodes."""
+        return len(self.parents)
+
+    def see(self, hidden: Sequence[Tensor]) -> None:
+        """Hidden states [tokens, taps * D] of tokens that the target has just committed. They become features when they are
+        needed: rounds that draft nothing should cost nothing."""
+        if len(hidden[0]):
+            self.raw.append(hidden[0])
+
+    def _read(self) -> None:
+        """Make features of what was seen."""
+        if self.raw:
+            features_TD = self.model.features(self.raw)
+            at = features_TD.data_ptr()
+            self.seen += [(at + self.step * token, features_TD) for token in range(len(features_TD))]
+            self.raw = []
+
+    def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return the block's outputs [1, N, D]."""
+        (row,), (above,), start, length = tokens, parents, self.pending, self.lengths[0]
+        self._read()
+        self.vocabulary.follow(tokens)
+        end = start + len(row)
+        if end > len(self.outputs_ND):
+            self._allocate(max(end, 2 * len(self.outputs_ND)))
+        self._add(above)
+        depths, first, outputs = self.depths[start:], length - 1 - self.first, self.outputs_ND.data_ptr()
+        before = list[int]()
+        for depth, parent in zip(depths, above):
+            assert first + depth < len(self.seen) or 0 <= parent < start, "a drafted node comes after its parent"
+            is_seen = first + depth < len(self.seen)
+            before.append(self.seen[first + depth][0] if is_seen else outputs + self.step * parent)
+        stream = self.stream_ND.data_ptr()
+        self.entry.join(row, before, stream)
+        committed = b"\1" * length
+        seen = b"".join([committed + visible.ljust(end, b"\0") for visible in self.visible[start:]])
+        self.turn.attend(self.model.native.held(self.layer, self.stream_ND[None], length + end))
+        positions = [length + depth for depth in depths]
+        self.turn.rotate(self.model.native.rotations(max(positions)))
+        self.turn(stream, outputs + self.step * start, length + start, positions, seen)
+        return self.outputs_ND[None, start:end]
+
+    def _add(self, parents: Sequence[int]) -> None:
+        """Nodes behind the pending ones."""
+        for node, parent in enumerate(parents, self.pending):
+            if not -1 <= parent < node:
+                raise IndexError(f"node {node} has parent {parent}; parents come before children")
+            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+            self.visible.append((self.visible[parent] if parent >= 0 else b"").ljust(node, b"\0") + b"\1")
+            self.parents.append(parent)
+
+    @inference
+    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return logits of the draft vocabulary [1, N, C]; see `TreeState`."""
+        return self.vocabulary.logits(self._outputs(tokens, parents))
+
+    @inference
+    def follow(self, tokens: Rows) -> Tensor:
+        """Feed a chain; logits of the draft vocabulary after its last token, [1, C]."""
+        return self.vocabulary.logits(self._outputs(tokens, [range(-1, len(tokens[0]) - 1)])[:, -1:])[:, 0]
+
+    @inference
+    def commit(self, paths: Rows) -> None:
+        """A path joins the committed state."""
+        path = list(paths[0])
+        for before, node in zip([-1, *path], path):
+            if not 0 <= node < self.pending or self.parents[node] != before:
+                raise IndexError(f"{path} is not a path of pending nodes")
+        length = self.lengths[0]
+        if path != [*range(len(path))]:  # else it lies where it belongs
+            self.layer.move(0, torch.tensor(path) + length, length)
+        self.lengths = [length + len(path)]
+        self.parents, self.depths, self.visible = [], [], []
+        drop = min(self.lengths[0] - 1 - self.first, len(self.seen))  # features may come after the commit
+        if drop > 0:
+            self.seen, self.first = self.seen[drop:], self.first + drop
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """There is one."""
+
+    def bytes(self) -> int:
+        """Memory of keys and values."""
+        return self.layer.bytes()

@@ -17,7 +17,7 @@ from families import tiny
 from native_kernels import needs_kernels
 from outrider.models.exact import differing
 from outrider.models.lean import LeanTreeModel
-from outrider.models.native import NativeTreeModel
+from outrider.models.native import NativeTextState, NativeTreeModel
 from outrider.models.selftest import Plain, tree_error, tree_model
 from outrider.native import library as module
 from outrider.native.highest import highest
@@ -132,6 +132,45 @@ def test_the_highest_score_is_the_first_of_several_and_nothing_hides_what_is_no_
         broken = scores[1:2].clone()
         broken[0, place] = float("nan")
         assert math.isnan(highest(broken)[1][0])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", ODD_SIZES)
+@pytest.mark.parametrize("taps", [(), (0, 1)])
+def test_a_text_alone_goes_by_addresses_and_has_the_bits_of_texts_side_by_side(
+    sizes: dict[str, int], dtype: torch.dtype, taps: tuple[int, ...]
+) -> None:
+    """Trees call by call, more nodes than there was room for, paths that lie apart, and a text that outgrows its caches."""
+    model, prompt = NativeTreeModel(_llama(dtype, **sizes)), [5, 9, 13, 7]
+    alone, both = model.begin([prompt], 4, taps), model.begin([prompt, prompt], 4, taps)
+    assert isinstance(alone, NativeTextState) and not isinstance(both, NativeTextState)
+    for turn in range(6):
+        calls = [([1, 2, 3], [-1, 0, 0]), ([4, 5], [1, 3]), ([turn] * 90, [2] * 90)]
+        for tokens, parents in calls:
+            found, wanted = (state.extend([tokens] * rows, [parents] * rows) for state, rows in ((alone, 1), (both, 2)))
+            assert torch.equal(found[0], wanted[1])
+            if taps:
+                assert alone.features and both.features
+                assert len(alone.features) == 1 and torch.equal(alone.features[0], both.features[1])
+        path = ([0, 1, 3, 4], [0, 2, 5 + turn])[turn % 2]
+        alone.commit([path])
+        both.commit([path, path])
+        assert alone.lengths * 2 == both.lengths and not alone.pending
+    assert alone.bytes() > 0
+    alone.keep([0])
+    for wrong in ([1], [0, 2, 3]):
+        alone.extend([[1, 2, 3, 4]], [[-1, 0, 1, 0]])
+        with pytest.raises(IndexError, match="path of pending nodes"):
+            alone.commit([wrong])
+    with pytest.raises(IndexError, match="parents come before children"):
+        alone.extend([[1]], [[99]])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_windows_and_several_kinds_of_layers_do_not_go_by_addresses() -> None:
+    states = {family: NativeTreeModel(tiny(family)).begin([[5, 9]]) for family in FAMILIES}
+    assert {name for name, state in states.items() if isinstance(state, NativeTextState)} == {"llama", "qwen2", "qwen3"}
 
 
 @pytest.mark.usefixtures("kernels")

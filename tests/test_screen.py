@@ -19,12 +19,12 @@ from helpers import PROMPT, PROMPTS
 from native_kernels import needs_kernels
 from outrider import doctor, noise
 from outrider.api import Engine
-from outrider.models import screened
+from outrider.models import native, screened
 from outrider.models.native import NativeTreeModel
 from outrider.native import screen as module
 from outrider.native.layout import Layout, LinearStructure
 from outrider.native.linear import RowProduct
-from outrider.native.screen import Screen
+from outrider.native.screen import Screen, Screened
 from test_streaming import streamed
 
 TEMPERATURES = (0.1, 0.7, 1.0, 2.0)
@@ -181,13 +181,7 @@ def test_weights_that_have_no_bounds_are_not_screened(bad: float) -> None:
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.8, "seed": 3}])
 def test_a_target_that_computes_no_numbers_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = outrider.load(copy.deepcopy(tiny("llama")), "off")
-    hidden = NativeTreeModel.hidden
-
-    def broken(*args: Any) -> Any:
-        x, features = hidden(*args)
-        return x * math.nan, features
-
-    monkeypatch.setattr(NativeTreeModel, "hidden", broken)
+    monkeypatch.setattr(native, "Screened", lambda screen, hidden_BNK: Screened(screen, hidden_BNK * math.nan))
     with pytest.raises(ValueError, match="logits are not finite"):
         engine.generate(list(PROMPT), max_new_tokens=3, **given)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.attention import AttentionLayer
+from outrider.cache.text_nodes import TextNodes
 from outrider.models.draft_vocab import DraftState, TextVocabulary
 from outrider.models.inference import inference
 from outrider.models.protocol import Rows
@@ -47,8 +48,7 @@ class HeadText(DraftState):
         self.layer, self.vocabulary = AttentionLayer(capacity), TextVocabulary(model.cut, 1)
         self.turn = TextPass(model.native.decoder)
         self.features: list[Tensor] | None = None
-        # of pending nodes: parents, depths, and which pending nodes each one sees
-        self.parents, self.depths, self.visible = list[int](), list[int](), list[bytes]()
+        self.nodes = TextNodes()
         # features [D] of committed tokens that are still needed: addresses, what holds them, and the position of the first
         self.seen, self.first = [(model.nothing_D.data_ptr(), model.nothing_D)], -1
         self.raw = list[Tensor]()  # hidden states that are no features yet
@@ -67,7 +67,7 @@ class HeadText(DraftState):
     @property
     def pending(self) -> int:
         """Pending nodes."""
-        return len(self.parents)
+        return len(self.nodes)
 
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Hidden states [tokens, taps * D] of tokens that the target has just committed. They become features when they are
@@ -91,8 +91,7 @@ class HeadText(DraftState):
         end = start + len(row)
         if end > len(self.outputs_ND):
             self._allocate(max(end, 2 * len(self.outputs_ND)))
-        self._add(above)
-        depths, first, outputs = self.depths[start:], length - 1 - self.first, self.outputs_ND.data_ptr()
+        depths, first, outputs = self.nodes.add(above), length - 1 - self.first, self.outputs_ND.data_ptr()
         before = list[int]()
         for depth, parent in zip(depths, above):
             assert first + depth < len(self.seen) or 0 <= parent < start, "a drafted node comes after its parent"
@@ -100,22 +99,12 @@ class HeadText(DraftState):
             before.append(self.seen[first + depth][0] if is_seen else outputs + self.step * parent)
         stream = self.stream_ND.data_ptr()
         self.entry.join(row, before, stream)
-        committed = b"\1" * length
-        seen = b"".join([committed + visible.ljust(end, b"\0") for visible in self.visible[start:]])
         self.turn.attend(self.model.native.held(self.layer, self.stream_ND[None], length + end))
         positions = [length + depth for depth in depths]
         self.turn.rotate(self.model.native.rotations(max(positions)))
-        self.turn(stream, outputs + self.step * start, length + start, positions, seen)
+        seen, out = self.nodes.seen(start, length), outputs + self.step * start
+        self.turn(stream, length + start, positions, seen, hidden=out)
         return self.outputs_ND[None, start:end]
-
-    def _add(self, parents: Sequence[int]) -> None:
-        """Nodes behind the pending ones."""
-        for node, parent in enumerate(parents, self.pending):
-            if not -1 <= parent < node:
-                raise IndexError(f"node {node} has parent {parent}; parents come before children")
-            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
-            self.visible.append((self.visible[parent] if parent >= 0 else b"").ljust(node, b"\0") + b"\1")
-            self.parents.append(parent)
 
     @inference
     def extend(self, tokens: Rows, parents: Rows) -> Tensor:
@@ -131,14 +120,12 @@ class HeadText(DraftState):
     def commit(self, paths: Rows) -> None:
         """A path joins the committed state."""
         path = list(paths[0])
-        for before, node in zip([-1, *path], path):
-            if not 0 <= node < self.pending or self.parents[node] != before:
-                raise IndexError(f"{path} is not a path of pending nodes")
+        self.nodes.check_path(path)
         length = self.lengths[0]
         if path != [*range(len(path))]:  # else it lies where it belongs
             self.layer.move(0, torch.tensor(path) + length, length)
         self.lengths = [length + len(path)]
-        self.parents, self.depths, self.visible = [], [], []
+        self.nodes.clear()
         drop = min(self.lengths[0] - 1 - self.first, len(self.seen))  # features may come after the commit
         if drop > 0:
             self.seen, self.first = self.seen[drop:], self.first + drop

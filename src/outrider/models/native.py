@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.cache.text_nodes import TextNodes
 from outrider.cache.tree_cache import TreeCache
 from outrider.models.attention import seen_in_prompt
 from outrider.models.draft_vocab import CutHead
@@ -28,12 +29,13 @@ from outrider.models.protocol import Rows
 from outrider.models.streaming import streamed_parts, streaming
 from outrider.models.taps import check_layers
 from outrider.models.tree_model import CachedTreeState, Unsupported
-from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held
-from outrider.native.embedding import embedded
+from outrider.native.decoder import Attended, Decoder, DecoderLayer, Held, TextPass
+from outrider.native.embedding import copied, embedded, lies
 from outrider.native.library import Unavailable, library
 from outrider.native.screen import Screen, Screened
 from outrider.scores import Scores
 
+NODES = 32  # of a text that there is room for at first
 STREAMED_CHUNK = 512  # every chunk of a prompt reads the disk
 MOVING = ("dynamic", "longrope")  # rotations that depend on the length of the text
 
@@ -132,7 +134,14 @@ class NativeTreeModel(LeanTreeModel):
 
     def new_state(self, cache: TreeCache, lengths: list[int]) -> NativeTreeState:
         """Sequences in flight whose prompts are in a cache."""
-        return NativeTreeState(self, cache, lengths)
+        return (
+            NativeTextState(self, cache, lengths) if self._is_plain(lengths) else NativeTreeState(self, cache, lengths)
+        )
+
+    def _is_plain(self, lengths: Sequence[int]) -> bool:
+        """Whether there is one text, and one kind of layers that are in memory and see all of it."""
+        alike = len(self.kind_names) == 1 and not any(self.windows.values()) and self.rotations_stay
+        return len(lengths) == 1 and alike and isinstance(self.decoder, Decoder) and lies(self.embedding)
 
     def _pass(
         self,
@@ -147,11 +156,16 @@ class NativeTreeModel(LeanTreeModel):
         stream_BND = embedded(self.embedding, ids_BN)
         end = cache.start + ids_BN.shape[1]
         attended = Attended(
-            rotations=[self._rotations(kind, stream_BND, positions_BN, end) for kind in self.kind_names],
+            rotations=[
+                self.rotations(kind, stream_BND, end)
+                if self.rotations_stay
+                else self._rotated(kind, stream_BND, positions_BN)
+                for kind in self.kind_names
+            ],
             places=positions_BN.reshape(-1) if self.rotations_stay else torch.arange(positions_BN.numel()),
             seen=[torch.from_numpy(np.ascontiguousarray(seen[self.windows.get(kind)])) for kind in self.kind_names],
             start=cache.start,
-            held=self._held(cache, stream_BND, end),
+            held=self.held(cache, stream_BND, end),
         )
         return self.decoder(stream_BND, attended, taps, logits, hidden)
 
@@ -169,7 +183,7 @@ class NativeTreeModel(LeanTreeModel):
             cache.seen += len(part)
         return torch.cat(features) if features else torch.empty(0)
 
-    def _held(self, cache: TreeCache, like: Tensor, end: int) -> Held:
+    def held(self, cache: TreeCache, like: Tensor, end: int) -> Held:
         """Where keys and values are, with room for `end` slots."""
         if cache.beside is None or end > cache.beside.room:
             rooms = [cache.room(i, like, self.groups, self.head_size, end) for i in range(len(self.blocks))]
@@ -177,16 +191,14 @@ class NativeTreeModel(LeanTreeModel):
         held: Held = cache.beside
         return held
 
-    def _rotations(self, kind: str, like: Tensor, positions_BN: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [P, E] in float32, rounded as the model rounds them, of all positions below `end`; where
-        rotations depend on the length of the text, of these positions alone."""
-        if self.rotations_stay:
-            if kind not in self._tables or end > len(self._tables[kind][0]):
-                self._tables[kind] = self._rotated(kind, like, torch.arange(max(2 * end, 512))[None])
-            return self._tables[kind]
-        return self._rotated(kind, like, positions_BN)
+    def rotations(self, kind: str, like: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of all positions below `end`, where they do not depend on the length of the text."""
+        if kind not in self._tables or end > len(self._tables[kind][0]):
+            self._tables[kind] = self._rotated(kind, like, torch.arange(max(2 * end, 512))[None])
+        return self._tables[kind]
 
     def _rotated(self, kind: str, like: Tensor, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [P, E] in float32, rounded as the model rounds them."""
         cos, sin = self._rope(like, positions_BN, kind)
         return cos.flatten(0, 2).float().contiguous(), sin.flatten(0, 2).float().contiguous()
 
@@ -203,6 +215,64 @@ class NativeTreeState(CachedTreeState):
             return [Scores(logits_NV) for logits_NV in self.extend(tokens, parents)]
         hidden_BND, self.features = self.model.hidden(*self._nodes(tokens, parents), self.cache, self.taps)
         return Screened(self.model.screen, hidden_BND).rows()
+
+
+class NativeTextState(NativeTreeState):
+    """A text alone, by addresses instead of tensors."""
+
+    def __init__(self, model: NativeTreeModel, cache: TreeCache, lengths: list[int]) -> None:
+        super().__init__(model, cache, lengths)
+        self.text = TextNodes()
+        self._pass: TextPass | None = None
+        self._stream_ND = torch.empty(0)
+
+    @property
+    def pending(self) -> int:
+        """Pending nodes."""
+        return len(self.text)
+
+    @inference
+    def extend(self, tokens: Rows, parents: Rows) -> Tensor:
+        """Feed nodes, return logits [1, N, V]; see `TreeState`."""
+        head = cast(nn.Linear, cast(Decoder, self.model.decoder).unembed)
+        logits_NV = head.weight.new_empty(len(tokens[0]), head.out_features)
+        self._feed(tokens[0], parents[0], logits=logits_NV.data_ptr())
+        return logits_NV[None]
+
+    @inference
+    def score(self, tokens: Rows, parents: Rows) -> list[Scores]:
+        """Feed nodes, return their scores; see `Scorer`."""
+        if self.model.screen is None:
+            return [Scores(self.extend(tokens, parents)[0])]
+        hidden_ND = self.model.embedding.weight.new_empty(len(tokens[0]), self.model.embedding.weight.shape[1])
+        self._feed(tokens[0], parents[0], hidden=hidden_ND.data_ptr())
+        return Screened(self.model.screen, hidden_ND[None]).rows()
+
+    def _feed(self, tokens: Sequence[int], parents: Sequence[int], **wanted: int) -> None:
+        model, weight, new = self.model, self.model.embedding.weight, len(tokens)
+        if self._pass is None:
+            self._pass = TextPass(cast(Decoder, model.decoder), self.taps)
+        if new > len(self._stream_ND):
+            self._stream_ND = weight.new_empty(max(new, NODES), weight.shape[1])
+        start, length = len(self.text), self.lengths[0]
+        positions = [length + depth for depth in self.text.add(parents)]
+        stream = self._stream_ND.data_ptr()
+        copied(model.embedding, tokens, stream)
+        if self.taps:
+            features_NF = weight.new_empty(new, len(self.taps) * weight.shape[1])
+            self.features, wanted["features"] = [features_NF], features_NF.data_ptr()
+        like_1ND, end = self._stream_ND[None], length + start + new
+        self._pass.attend(model.held(self.cache, like_1ND, end))
+        self._pass.rotate(model.rotations(model.kind_names[0], like_1ND, end))
+        self._pass(stream, length + start, positions, self.text.seen(start, length), **wanted)
+
+    @inference
+    def commit(self, paths: Rows) -> None:
+        """A path joins the committed state."""
+        self.text.check_path(paths[0])
+        self.cache.commit(self.lengths[0], self.lengths, paths)
+        self.lengths = [self.lengths[0] + len(paths[0])]
+        self.text.clear()
 
 
 def _size(layer: Any) -> tuple[int, int, int]:

@@ -114,16 +114,17 @@ class Held:
 
 
 class TextPass:
-    """Passes over nodes of one text, of which only the outputs behind the last norm are wanted. What stays the same from pass to
-    pass is said once: each takes a tenth of a millisecond or less.
+    """Passes over nodes of one text. What stays the same from pass to pass is said once: that takes as long as a small product.
 
     Args:
-        decoder: its weights.
+        decoder: its weights; layers of one kind.
+        taps: layers whose outputs are asked for.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._call, self._seen = decoder, _Pass(batch=1), (c_char_p * 1)()
-        self._call.seen = ctypes.addressof(self._seen)
+    def __init__(self, decoder: Decoder, taps: Sequence[int] = ()) -> None:
+        self._decoder, self._seen, self._taps = decoder, (c_char_p * 1)(), (c_int64 * len(taps))(*taps)
+        self._call = _Pass(batch=1, taps=len(taps))
+        self._call.seen, self._call.tapped = ctypes.addressof(self._seen), ctypes.addressof(self._taps)
         self._at = byref(decoder._model), byref(self._call)
         self._held: Held | None = None
         self._rotations: tuple[Tensor, Tensor] | None = None
@@ -140,13 +141,24 @@ class TextPass:
             self._rotations, self._tables = rotations, [_pointers([part]) for part in rotations]
             self._call.cos, self._call.sin = map(ctypes.addressof, self._tables)
 
-    def __call__(self, stream: int, out: int, start: int, positions: Sequence[int], seen: bytes) -> None:
-        """Write outputs, and new keys and values to their slots.
+    def __call__(
+        self,
+        stream: int,
+        start: int,
+        positions: Sequence[int],
+        seen: bytes,
+        hidden: int | None = None,
+        features: int | None = None,
+        logits: int | None = None,
+    ) -> None:
+        """Write what is wanted, and new keys and values to their slots.
 
         Args:
-            stream, out: addresses of what goes in, which is overwritten, and of the outputs, [N, D].
+            stream: address of what goes in [N, D]; overwritten.
             start: slot of the first node.
-            seen: which slots a node sees, [N, S]; S is `start` + N.
+            seen: which slots a node sees, bool [N, S]; S is `start` + N.
+            hidden, features, logits: addresses for outputs behind the last norm [N, D], of the tapped layers side by side
+                [N, taps * D], and of the vocabulary head [N, V].
 
         Raises:
             MemoryError: where there is none left for the pass.
@@ -155,7 +167,8 @@ class TextPass:
         places = (c_int64 * nodes)(*positions)
         self._seen[0] = seen
         call.nodes, call.slots, call.start, call.threads = nodes, start + nodes, start, torch.get_num_threads()
-        call.stream, call.hidden, call.places = stream, out, ctypes.addressof(places)
+        call.stream, call.places = stream, ctypes.addressof(places)
+        call.hidden, call.features, call.logits = hidden, features, logits
         if self._decoder._library.outrider_pass(*self._at):
             raise MemoryError(NO_MEMORY)
 

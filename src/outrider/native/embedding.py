@@ -37,10 +37,16 @@ def embedded(embedding: nn.Embedding, ids_BN: Tensor) -> Tensor:
         found: Tensor = embedding(ids_BN).contiguous()
         return found
     out_BND = embedding.weight.new_empty(*ids_BN.shape, embedding.weight.shape[1])
-    at, step = out_BND.data_ptr(), out_BND.shape[-1] * out_BND.element_size()
-    for number, place in enumerate(token_places(embedding, ids_BN.flatten().tolist())[0]):
-        ctypes.memmove(at + number * step, place, step)
+    copied(embedding, ids_BN.flatten().tolist(), out_BND.data_ptr())
     return out_BND
+
+
+def copied(embedding: nn.Embedding, tokens: Sequence[int], out: int) -> None:
+    """Embeddings [N, D] of their own, at an address; of embeddings that `lies` says are rows in memory."""
+    weight = embedding.weight
+    first, step = weight.data_ptr(), weight.shape[1] * weight.element_size()
+    for number, token in enumerate(tokens):
+        ctypes.memmove(out + number * step, first + token * step, step)
 
 
 def lies(embedding: nn.Embedding) -> bool:

@@ -181,7 +181,7 @@ def test_weights_that_have_no_bounds_are_not_screened(bad: float) -> None:
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.8, "seed": 3}])
 def test_a_target_that_computes_no_numbers_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = outrider.load(copy.deepcopy(tiny("llama")), "off")
-    monkeypatch.setattr(native, "Screened", lambda screen, hidden_BNK: Screened(screen, hidden_BNK * math.nan))
+    monkeypatch.setattr(native, "Screened", lambda screen, x_MK, batch: Screened(screen, x_MK * math.nan, batch))
     with pytest.raises(ValueError, match="logits are not finite"):
         engine.generate(list(PROMPT), max_new_tokens=3, **given)
 

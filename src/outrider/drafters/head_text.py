@@ -48,7 +48,7 @@ class HeadText(DraftState):
         self.layer, self.vocabulary = AttentionLayer(capacity), TextVocabulary(model.cut, 1)
         self.turn = TextPass(model.native.decoder)
         self.features: list[Tensor] | None = None
-        self.nodes = TextNodes()
+        self.nodes, self.outputs_ND = TextNodes(), model.nothing_D[None]
         # features [D] of committed tokens that are still needed: addresses, what holds them, and the position of the first
         self.seen, self.first = [(model.nothing_D.data_ptr(), model.nothing_D)], -1
         self.raw = list[Tensor]()  # hidden states that are no features yet
@@ -57,12 +57,11 @@ class HeadText(DraftState):
 
     def _allocate(self, capacity: int) -> None:
         """Room for what enters and what leaves the block."""
-        self.stream_ND, outputs_ND = (
-            self.model.nothing_D.new_empty(capacity, len(self.model.nothing_D)) for _ in range(2)
-        )
+        width, nothing_D = self.model.head.config.width, self.model.nothing_D
+        self.capacity, outputs_ND = capacity, nothing_D.new_empty(capacity, width)
         if self.pending:
             outputs_ND[: self.pending] = self.outputs_ND[: self.pending]
-        self.outputs_ND: Tensor = outputs_ND
+        self.stream_1ND, self.outputs_ND = nothing_D.new_empty(1, capacity, width), outputs_ND
 
     @property
     def pending(self) -> int:
@@ -72,7 +71,7 @@ class HeadText(DraftState):
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Hidden states [tokens, taps * D] of tokens that the target has just committed. They become features when they are
         needed: rounds that draft nothing should cost nothing."""
-        if len(hidden[0]):
+        if hidden[0].shape[0]:
             self.raw.append(hidden[0])
 
     def _read(self) -> None:
@@ -80,7 +79,7 @@ class HeadText(DraftState):
         if self.raw:
             features_TD = self.model.features(self.raw)
             at = features_TD.data_ptr()
-            self.seen += [(at + self.step * token, features_TD) for token in range(len(features_TD))]
+            self.seen += [(at + self.step * token, features_TD) for token in range(features_TD.shape[0])]
             self.raw = []
 
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
@@ -89,17 +88,17 @@ class HeadText(DraftState):
         self._read()
         self.vocabulary.follow(tokens)
         end = start + len(row)
-        if end > len(self.outputs_ND):
-            self._allocate(max(end, 2 * len(self.outputs_ND)))
+        if end > self.capacity:
+            self._allocate(max(end, 2 * self.capacity))
         depths, first, outputs = self.nodes.add(above), length - 1 - self.first, self.outputs_ND.data_ptr()
         before = list[int]()
         for depth, parent in zip(depths, above):
             assert first + depth < len(self.seen) or 0 <= parent < start, "a drafted node comes after its parent"
             is_seen = first + depth < len(self.seen)
             before.append(self.seen[first + depth][0] if is_seen else outputs + self.step * parent)
-        stream = self.stream_ND.data_ptr()
+        stream = self.stream_1ND.data_ptr()
         self.entry.join(row, before, stream)
-        self.turn.attend(self.model.native.held(self.layer, self.stream_ND[None], length + end))
+        self.turn.attend(self.model.native.held(self.layer, self.stream_1ND, length + end))
         positions = [length + depth for depth in depths]
         self.turn.rotate(self.model.native.rotations(max(positions)))
         seen, out = self.nodes.seen(start, length), outputs + self.step * start

@@ -111,7 +111,8 @@ class LMDraftState:
     def _follow(self, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
         """Feed a chain to every row; logits after its last token, [1, V] each."""
         if hasattr(self.state, "follow"):
-            return list(cast(Follower, self.state).follow(tokens)[:, None].unbind())
+            logits_BV = cast(Follower, self.state).follow(tokens)
+            return [logits_BV] if len(tokens) == 1 else list(logits_BV[:, None].unbind())
         logits_BNV = self.state.extend(tokens, [range(-1, len(row) - 1) for row in tokens])
         return [logits_NV[len(row) - 1 : len(row)] for logits_NV, row in zip(logits_BNV, tokens)]
 
@@ -145,6 +146,8 @@ class LMDraftState:
         logits_BFV = self.state.extend(tokens, parents)
         for growth, feed in zip(self.growths, feeds):
             growth.fed.update({node: start + i for i, node in enumerate(feed)})
+        if len(feeds) == 1:
+            return [logits_BFV[0]]
         return [logits_FV[: len(feed)] for logits_FV, feed in zip(logits_BFV.unbind(), feeds)]
 
     def _choose_children(self, growth: Growth, row: int, shape: Shape, logits_FC: Tensor) -> None:
@@ -178,8 +181,10 @@ class LMDraftState:
         Where neither a processor nor a law asks for the target's whole vocabulary, the draft vocabulary is enough.
         """
         sampler, ids_C = self.samplers[row], self._draft_ids(row)
-        ids_C = None if ids_C is None else ids_C.to(sampler.device)
-        logits_FC = logits_FC[:, : None if ids_C is None else len(ids_C)].to(sampler.device)
+        if ids_C is not None and ids_C.shape[0] < logits_FC.shape[1]:  # another row has more
+            logits_FC = logits_FC[:, : ids_C.shape[0]]
+        if logits_FC.device != sampler.device:
+            logits_FC, ids_C = logits_FC.to(sampler.device), None if ids_C is None else ids_C.to(sampler.device)
         if not sampler.processors and ids_C is not None and one_hot(sampler, shape):
             if sampler.bare and sampler.options.rule == "coupled":
                 return logits_FC, ids_C, sampler.options.temperature or 1.0

@@ -214,7 +214,7 @@ class NativeTreeState(CachedTreeState):
         if self.model.screen is None:
             return [Scores(logits_NV) for logits_NV in self.extend(tokens, parents)]
         hidden_BND, self.features = self.model.hidden(*self._nodes(tokens, parents), self.cache, self.taps)
-        return Screened(self.model.screen, hidden_BND).rows()
+        return Screened(self.model.screen, hidden_BND.flatten(0, 1), hidden_BND.shape[0]).rows()
 
 
 class NativeTextState(NativeTreeState):
@@ -222,9 +222,10 @@ class NativeTextState(NativeTreeState):
 
     def __init__(self, model: NativeTreeModel, cache: TreeCache, lengths: list[int]) -> None:
         super().__init__(model, cache, lengths)
-        self.text = TextNodes()
+        self.text, self._weight = TextNodes(), model.embedding.weight
+        self._width = self._weight.shape[1]
         self._pass: TextPass | None = None
-        self._stream_ND = torch.empty(0)
+        self._stream_1ND = self._weight.new_empty(1, NODES, self._width)
 
     @property
     def pending(self) -> int:
@@ -244,26 +245,25 @@ class NativeTextState(NativeTreeState):
         """Feed nodes, return their scores; see `Scorer`."""
         if self.model.screen is None:
             return [Scores(self.extend(tokens, parents)[0])]
-        hidden_ND = self.model.embedding.weight.new_empty(len(tokens[0]), self.model.embedding.weight.shape[1])
+        hidden_ND = self._weight.new_empty(len(tokens[0]), self._width)
         self._feed(tokens[0], parents[0], hidden=hidden_ND.data_ptr())
-        return Screened(self.model.screen, hidden_ND[None]).rows()
+        return Screened(self.model.screen, hidden_ND, 1).rows()
 
     def _feed(self, tokens: Sequence[int], parents: Sequence[int], **wanted: int) -> None:
-        model, weight, new = self.model, self.model.embedding.weight, len(tokens)
+        model, new = self.model, len(tokens)
         if self._pass is None:
             self._pass = TextPass(cast(Decoder, model.decoder), self.taps)
-        if new > len(self._stream_ND):
-            self._stream_ND = weight.new_empty(max(new, NODES), weight.shape[1])
+        if new > self._stream_1ND.shape[1]:
+            self._stream_1ND = self._weight.new_empty(1, new, self._width)
         start, length = len(self.text), self.lengths[0]
         positions = [length + depth for depth in self.text.add(parents)]
-        stream = self._stream_ND.data_ptr()
-        copied(model.embedding, tokens, stream)
+        stream, end = self._stream_1ND.data_ptr(), length + start + new
+        copied(self._weight, tokens, stream)
         if self.taps:
-            features_NF = weight.new_empty(new, len(self.taps) * weight.shape[1])
+            features_NF = self._weight.new_empty(new, len(self.taps) * self._width)
             self.features, wanted["features"] = [features_NF], features_NF.data_ptr()
-        like_1ND, end = self._stream_ND[None], length + start + new
-        self._pass.attend(model.held(self.cache, like_1ND, end))
-        self._pass.rotate(model.rotations(model.kind_names[0], like_1ND, end))
+        self._pass.attend(model.held(self.cache, self._stream_1ND, end))
+        self._pass.rotate(model.rotations(model.kind_names[0], self._stream_1ND, end))
         self._pass(stream, length + start, positions, self.text.seen(start, length), **wanted)
 
     @inference

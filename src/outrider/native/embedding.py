@@ -37,13 +37,12 @@ def embedded(embedding: nn.Embedding, ids_BN: Tensor) -> Tensor:
         found: Tensor = embedding(ids_BN).contiguous()
         return found
     out_BND = embedding.weight.new_empty(*ids_BN.shape, embedding.weight.shape[1])
-    copied(embedding, ids_BN.flatten().tolist(), out_BND.data_ptr())
+    copied(embedding.weight, ids_BN.flatten().tolist(), out_BND.data_ptr())
     return out_BND
 
 
-def copied(embedding: nn.Embedding, tokens: Sequence[int], out: int) -> None:
-    """Embeddings [N, D] of their own, at an address; of embeddings that `lies` says are rows in memory."""
-    weight = embedding.weight
+def copied(weight: Tensor, tokens: Sequence[int], out: int) -> None:
+    """Rows [N, D] of a weight [V, D] that is no more than rows in memory, copied to an address."""
     first, step = weight.data_ptr(), weight.shape[1] * weight.element_size()
     for number, token in enumerate(tokens):
         ctypes.memmove(out + number * step, first + token * step, step)

@@ -19,6 +19,7 @@ from outrider.native.library import library
 from outrider.native.linear import DTYPES
 from outrider.scores import Scores
 
+CPU = torch.device("cpu")
 LARGEST = 2.0**40  # norm of an output's weights
 
 
@@ -126,12 +127,12 @@ class Screened:
     """The nodes of a pass, of all B rows: what is asked of one is made for all, since it takes hardly longer.
 
     Args:
-        hidden_BNK: what enters the head.
+        hidden_MK: what enters the head, row after row.
     """
 
-    def __init__(self, screen: Screen, hidden_BNK: Tensor) -> None:
-        self.screen, self._x_MK = screen, hidden_BNK.flatten(0, 1)
-        self.batch, self.nodes = hidden_BNK.shape[:2]
+    def __init__(self, screen: Screen, hidden_MK: Tensor, batch: int) -> None:
+        self.screen, self._x_MK = screen, hidden_MK
+        self.batch, self.nodes = batch, hidden_MK.shape[0] // batch
 
     def rows(self) -> list[Scores]:
         """By row."""
@@ -175,7 +176,7 @@ class _ScreenedScores(Scores):
     @property
     def device(self) -> torch.device:
         """A CPU."""
-        return torch.device("cpu")
+        return CPU
 
     def highest(
         self, nodes: slice, temperature: float = 1.0, noise_V: Tensor | None = None

@@ -90,6 +90,7 @@ def test_people_get_the_text_and_one_summary_line(folder: Path) -> None:
         (("generate", "x", "--target", "FOLDER", "--max-new-tokens", "-1"), "max_new_tokens"),
         (("generate", "x", "--target", "FOLDER", "--shape", "0x2"), "shape"),
         (("generate", "x", "--target", "FOLDER", "--shape", "99x99x99"), "nodes"),
+        (("generate", "x", "--target", "FOLDER", "--shape", "warp", "--drafter", "off"), "shape 'warp'"),
         (("generate", "x" * 600, "--target", "FOLDER"), "context"),
         (("generate", "x", "--target", "FOLDER", "--temperature", "-1"), "temperature"),
         (("generate", "x", "--target", "FOLDER", "--rule", "magic"), "rule"),
@@ -119,6 +120,12 @@ def test_a_mistake_is_one_line_and_exit_2(folder: Path, tmp_path: Path, argument
     lines = [line for line in err.splitlines() if line.strip()]
     assert code == 2 and not out.strip()
     assert len(lines) == 1 and lines[0].startswith("outrider: ") and word in lines[0]
+
+
+@pytest.mark.parametrize("wrong", [("--shape", "0x2"), ("--temperature", "-1"), ("--top-p", "3"), ("--rule", "magic")])
+def test_what_no_model_would_take_is_refused_before_one_is_loaded(wrong: tuple[str, ...]) -> None:
+    code, _, err = run("generate", "x", "--target", "no-such-model", *wrong)
+    assert code == 2 and "no-such-model" not in err and wrong[0].strip("-").replace("-", "_") in err
 
 
 MEASURING = [

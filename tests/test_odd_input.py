@@ -78,3 +78,9 @@ def test_a_processor_that_revives_unknown_ids_cannot_make_the_drafter_propose_th
             list(PROMPT[:4]), shape=shape, max_new_tokens=16, temperature=3.0, seed=1, logits_processor=[flat]
         )
         assert drafted.token_ids == plain.token_ids
+
+
+def test_a_shape_that_is_none_is_refused_though_nobody_drafts() -> None:
+    engine = Engine(tiny("llama"), None, "llama", "off")
+    with pytest.raises(ValueError, match="shape 'warp' is not understood"):
+        engine.generate([5, 9, 13], shape="warp", max_new_tokens=2)

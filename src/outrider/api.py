@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.controller import Controller, Fixed
 from outrider.drafters.base import Drafter
-from outrider.drafters.catalog import TUNED, default_arms, make_controller, make_drafter, refresh
+from outrider.drafters.catalog import default_arms, make_controller, make_drafter, refresh
 from outrider.engine import Run
 from outrider.experience import Experience, Learner
 from outrider.machine import machine_name
@@ -33,6 +33,7 @@ from outrider.options import Options, fresh_seed, options_from
 from outrider.sampling import Sampler
 from outrider.sequence import Piece, Sequence, TokenLogprob
 from outrider.stats import Stats
+from outrider.tree import TUNED
 
 MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
 MOST_TUNED = 16  # controllers that are kept from call to call

@@ -22,6 +22,7 @@ from outrider.cli_options import (
     Target,
     Threads,
     Trust,
+    check_asked,
     load_pair,
     print_json,
     refuse_given,
@@ -106,9 +107,6 @@ def generate(
         raise ValueError("the prompt is empty; give some text, or - to read standard input")
     if watch and (json or show_draft):
         raise ValueError("--watch draws a view of its own; leave out --json and --show-draft")
-    start = time.perf_counter()
-    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact, memory_budget)
-    loaded = time.perf_counter() - start
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -120,6 +118,10 @@ def generate(
         "rule": rule,
         "stop": stop or (),
     }
+    check_asked(shape, options)  # loading takes a while
+    start = time.perf_counter()
+    engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, exact, memory_budget)
+    loaded = time.perf_counter() - start
     console = None if json else Console(highlight=False, soft_wrap=True)
     if watch:
         result = _watch(engine, text, shape, chat, options)

@@ -7,7 +7,7 @@ import functools
 import json as jsonlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,6 +136,20 @@ def refuse_given(context: typer.Context, options: str, why: str) -> None:
         if source is not None and source.name == "COMMANDLINE":
             written = next(option.opts[0] for option in context.command.params if option.name == name)
             raise ValueError(f"{written} {why}")
+
+
+def check_asked(shape: str, options: Mapping[str, Any]) -> None:
+    """Read a shape and options of a text as if it were to be written.
+
+    Raises:
+        ValueError: for what would be refused whatever the model.
+    """
+    from outrider.options import options_from
+    from outrider.tree import TUNED, parse_shape
+
+    options_from(options)
+    if shape not in TUNED:
+        parse_shape(shape)
 
 
 def parse_count(text: str, what: str) -> int:

@@ -185,6 +185,7 @@ class Shape:
 
 
 OFF = Shape((), "off")
+TUNED = ("auto", "ucb")  # chosen from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 # tokens: lookups are told apart by how long the match is that they follow; 1: one after which the text went on in several ways
 CONTESTED = 1
 MATCHES = CONTESTED, 2, 3, 4, 8, 16, 24
@@ -306,7 +307,7 @@ def _parse_text(text: str) -> Shape:
             return shape.adapting(*numbers)
     if word in ("off", "()", "0"):
         return OFF
-    if word in ("auto", "ucb"):
+    if word in TUNED:
         raise ValueError(f"{word!r} chooses shapes and is none itself: it is written alone, where a choice is possible")
     if match := re.fullmatch(r"best(\d{1,6})(?:x(\d{1,6}))?", word):
         if match[2] is not None and not int(match[2]):

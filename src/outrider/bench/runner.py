@@ -20,7 +20,7 @@ from outrider import noise
 from outrider.bench.report import Difference, MethodReport, Run, SpeedReport
 from outrider.bench.tasks import Prompt
 from outrider.models.streaming import streaming
-from outrider.tree import parse_shape
+from outrider.tree import TUNED, parse_shape
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int, str], None]
@@ -81,7 +81,7 @@ def _method(engine: Any, name: str, temperature: float, seed: int, clock: Clock)
         return Method(name, _transformers_run(engine, name, temperature, seed, clock), comparable=temperature == 0)
     name, shape = ("plain", "off") if name in ("plain", "off") else (name, name)
     try:
-        drafts = shape in ("auto", "ucb", "off") or parse_shape(shape).depth > 0
+        drafts = shape in (*TUNED, "off") or parse_shape(shape).depth > 0
     except ValueError:
         drafts = False
     if not drafts:

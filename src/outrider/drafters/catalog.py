@@ -25,7 +25,7 @@ from outrider.models.catalog import ALIASES
 from outrider.models.loading import load_model, local_path
 from outrider.models.protocol import TreeModel
 from outrider.models.selftest import tree_model
-from outrider.tree import OFF, Shape, best_first, parse_shape
+from outrider.tree import OFF, TUNED, Shape, best_first, parse_shape
 
 NAMES = (
     "'auto', 'off', 'ngram', 'table', 'head', 'hybrid', 'mamba', 'table:FOLDER', 'self:LAYERS', 'oracle:RATE', a drafter's "
@@ -54,7 +54,6 @@ LEAST = (
 )
 REACH = 15  # how deep lookups before a model may go
 TRUST = {2: 7, 16: 15}  # how deep a lookup before a model goes after a match of so many tokens, or more
-TUNED = ("auto", "ucb")  # learned from the rounds: by counterfactuals, or by the bandit of Mamba Drafters
 SHIPPED = ("table", "head", "hybrid", "mamba")
 
 
@@ -250,10 +249,9 @@ def make_controller(given: Any, drafter: Drafter | None, draws: bool = False) ->
     if hasattr(given, "choose") and hasattr(given, "reward"):
         controller: Controller = given
         return controller
+    shape = None if given is None or given in TUNED else parse_shape(given)
     if drafter is None:
         return Fixed(OFF)
     if given == "ucb":
         return Bandit(default_arms(drafter))
-    if given is None or given == "auto":
-        return _learning(drafter, draws)
-    return Fixed(parse_shape(given))
+    return _learning(drafter, draws) if shape is None else Fixed(shape)

@@ -10,11 +10,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from families import tiny
 from native_kernels import needs_kernels
 from outrider.models import draft_vocab
 from outrider.models.draft_vocab import CutHead
 from outrider.models.packed import Packed
-from outrider.models.resident import release
+from outrider.models.resident import private_maps, release, were_written
+from outrider.models.stamp import stamp
 from outrider.native import layout
 from outrider.native.layout import CHUNK, TILE, Layout
 
@@ -45,6 +47,37 @@ def test_what_was_written_stays(tmp_path: Path) -> None:
     assert 0 < release(weight) < weight.numel() * 2
     values[SIZE // 2] = 1.0
     assert torch.equal(weight, values)
+
+
+def test_what_was_written_is_told_without_reading_it(tmp_path: Path) -> None:
+    weight, _ = mapped(tmp_path)
+    release(weight)
+    at = weight.data_ptr()
+    places = [at, at + weight[SIZE // 2].storage_offset() * 2]
+    assert were_written(places) == [False, False] and were_written([]) == []
+    assert release(weight) == 0, "nothing was read in"
+    weight.data[SIZE // 2].add_(1.0)
+    assert were_written(places) == [False, True]
+
+
+def test_only_private_mappings_of_files_are_told_from_other_memory(tmp_path: Path) -> None:
+    weight, _ = mapped(tmp_path)
+    own, shared = torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE).share_memory_()
+    assert private_maps([weight, own, shared, torch.empty(0)]) == {weight.data_ptr()}
+
+
+def test_asking_whether_a_model_changed_brings_no_weight_back(tmp_path: Path) -> None:
+    """The system maps sixteen pages around each one that is looked at: of some hundred weights that would be megabytes."""
+    tiny("llama").save_pretrained(tmp_path)
+    model = type(tiny("llama")).from_pretrained(tmp_path)
+    known, before = stamp(model), sum(release(weight) for weight in model.parameters())
+    assert before >= 0 and stamp(model, known) == known and stamp(model) == known
+    assert sum(release(weight) for weight in model.parameters()) == 0
+    model.lm_head.weight.data[0, 0] += 1.0
+    changed = stamp(model, known)
+    assert changed != known and stamp(model, changed) == changed
+    model.lm_head.weight.data[0, 0] += 1.0
+    assert stamp(model, changed) != changed
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(SIZE, SIZE), torch.ones(3), torch.empty(0)])

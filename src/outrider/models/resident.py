@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +40,32 @@ def release(weight: Tensor) -> int:
         return _drop(*_pages(weight)) * mmap.PAGESIZE
     except (OSError, AttributeError, ValueError):
         return 0
+
+
+def were_written(addresses: Sequence[int]) -> list[bool]:
+    """Of places in private mappings of files: whether their page was written to, and so is no longer the file's. Nothing is read
+    in to tell that."""
+    if not addresses:
+        return []
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        entries = [os.pread(file.fileno(), 8, 8 * (address // mmap.PAGESIZE)) for address in addresses]
+    return [bool(_is_written(np.frombuffer(entry, dtype=np.uint64))[0]) for entry in entries]
+
+
+def private_maps(weights: Iterable[Tensor]) -> frozenset[int]:
+    """Addresses of those tensors that are mapped from a file for this process alone, where it can be told when they are written
+    to; elsewhere than on Linux none."""
+    if sys.platform != "linux":
+        return frozenset()
+    try:
+        maps = [(first, end) for first, end, _, _, is_private in _file_maps() if is_private]
+        found = [weight.data_ptr() for weight in weights if weight.device.type == "cpu" and weight.numel()]
+        were_written(found[:1])
+    except (OSError, IndexError):
+        return frozenset()
+    firsts = [first for first, _ in maps]
+    at = [(address, bisect_right(firsts, address) - 1) for address in found]
+    return frozenset(address for address, place in at if place >= 0 and address < maps[place][1])
 
 
 def read_only_when_asked(weight: Tensor) -> None:
@@ -81,14 +107,19 @@ def _drop(first: int, last: int) -> int:
         entries = np.frombuffer(file.read(8 * (last - first)), dtype=np.uint64)
     if len(entries) < last - first:
         return 0
-    present = (entries & _PRESENT) != 0
-    written = (present & ((entries & _OF_A_FILE) == 0)) | ((entries & _SWAPPED) != 0)
+    present, written = (entries & _PRESENT) != 0, _is_written(entries)
     if not (present & ~written).any():
         return 0
     for before, after in pairwise([-1, *np.flatnonzero(written).tolist(), len(entries)]):
         if after - before > 1 and not _advise(first + before + 1, first + after, MADV_DONTNEED):
             return 0
     return int((present & ~written).sum())
+
+
+def _is_written(entries: np.ndarray) -> np.ndarray:
+    """Of entries of the page map, of private mappings of files: whether the pages are no longer the file's."""
+    own = ((entries & _PRESENT) != 0) & ((entries & _OF_A_FILE) == 0)
+    return own | ((entries & _SWAPPED) != 0)
 
 
 def return_what_is_freed() -> None:
@@ -149,7 +180,7 @@ def extents(weights: Iterable[Tensor]) -> list[Extent | None]:
         if weight.device.type != "cpu" or at < 0 or end > maps[at][1] or begin == end:
             found.append(None)
             continue
-        first, _, offset, path = maps[at]
+        first, _, offset, path, _ = maps[at]
         found.append(Extent(path, begin - first + offset, end - first + offset))
     return found
 
@@ -166,12 +197,13 @@ def joined(parts: Iterable[Extent]) -> list[Extent]:
     return found
 
 
-def _file_maps() -> list[tuple[int, int, int, str]]:
-    """Mappings of this process that have a file behind them: first address, end, offset in the file, path."""
+def _file_maps() -> list[tuple[int, int, int, str, bool]]:
+    """Mappings of this process that have a file behind them: first address, end, offset in the file, path, and whether what is
+    written to them stays with this process."""
     found = []
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
+        addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
         if path and inode != "0":
             first, end = (int(address, 16) for address in addresses.split("-"))
-            found.append((first, end, int(offset, 16), path[0]))
+            found.append((first, end, int(offset, 16), path[0], rights.endswith("p")))
     return found

@@ -30,7 +30,9 @@ def screen(target: Any) -> str:
         target.screen = Screen(decoder.unembed.weight.detach(), decoder.head)
     except ValueError as reason:
         return f"all logits are made: {reason}"
-    if _differs(target):
+    differs = _differs(target)
+    give_back_freed()
+    if differs:
         target.screen = None
         return "all logits are made: screened ones were others"
     return ""

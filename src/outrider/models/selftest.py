@@ -20,6 +20,8 @@ from outrider.models.graphs import graphed
 from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTreeModel
 from outrider.models.protocol import TreeModel
+from outrider.models.resident import release
+from outrider.models.stamp import Stamp, stamp
 from outrider.models.streaming import streamed_parts
 from outrider.models.tree_model import CachedTreeModel, Unsupported, context_length
 
@@ -51,38 +53,19 @@ def tree_model(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
     if any(module.training for module in model.modules()):
         model.eval()  # with dropout no text could be told from another
     known: _Known = vars(model).get("_outrider") or _Known(None, None)
-    if known.found is None or known.stamp != _stamp(model):
+    if known.found is None or known.stamp != stamp(model, known.stamp):
         found = _choose(model)
-        known = _Known(_stamp(model), found)
+        known = _Known(stamp(model), found)
         vars(model)["_outrider"] = known  # on the model itself, so that both are freed together
     assert known.found is not None
     return known.found
-
-
-def _stamp(model: PreTrainedModel) -> Any:
-    """What changes when a model does: its modules, hooks and weights, in place or replaced.
-
-    Some writes leave no trace but the values themselves (`parameter.data.add_`), so a few values of every parameter are compared.
-    Those of streamed layers, of which nothing is kept, are left on the disk.
-    """
-    every = list(model.modules())
-    parameters = dict.fromkeys(p for m in every for p in m._parameters.values() if p is not None)
-    modules = tuple((id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in every)
-    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in parameters)
-    streamed = {weight for part in streamed_parts(model).values() for weight in part.weights}
-    few: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter not in streamed:
-            few.setdefault((parameter.device, parameter.dtype), []).append(parameter.detach().reshape(-1)[:8])
-    values = [value for parts in few.values() for value in torch.cat(parts).cpu().double().tolist()]
-    return modules, weights, tuple(values)
 
 
 @dataclass
 class _Known:
     """What was found about a model. A copy of the model is another model, about which nothing is known."""
 
-    stamp: Any
+    stamp: Stamp | None
     found: tuple[TreeModel, SelfTest] | None
 
     def __deepcopy__(self, memo: Any) -> _Known:
@@ -130,6 +113,9 @@ def _choose(model: PreTrainedModel) -> tuple[TreeModel, SelfTest]:
                 candidate, note = graphed(candidate, limit)
                 notes += [note] if note else []
             chunked = getattr(candidate, "chunked_prefill", False) or _allow_chunks(candidate, plain, limit)
+            if isinstance(candidate, NativeTreeModel) and not streamed_parts(model):
+                for weight in model.parameters():  # they are laid out, and were looked at for their neighbours' sake
+                    release(weight)
             return candidate, SelfTest(candidate.way, error, chunked, notes)
         notes.append(f"not {way.__name__}: tree logits are off by {error:.1e} (limit {limit:.0e})")
     slow = RecomputeTreeModel(model)

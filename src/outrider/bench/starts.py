@@ -11,11 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from outrider.cost import Acceptance, beyond, following, leaving, reached, tails
 from outrider.rounds import Round, Walked
 from outrider.tree import Shape
 
-FEW, BALANCED = 30, 100  # walks that are too few to be choosy; steps to the balance
+FEW, BALANCED = (
+    30,
+    1 << 20,
+)  # walks that are too few to be choosy; steps to the balance: kinds may seldom give way to others
 
 
 @dataclass(frozen=True)
@@ -101,16 +106,12 @@ class Starts:
     def brought(self, shape: Shape) -> Brought:
         """Of rounds of this shape alone."""
         kinds = {0: self.anew}
-        walks = {0: self.anew.walk(shape)}
-        for depth in walks[0][1]:
-            kinds[depth] = self.behind(depth)
-            walks[depth] = kinds[depth].walk(shape)
-        shares = {depth: float(not depth) for depth in kinds}
-        for _ in range(BALANCED):
-            onward = {
-                leaf: sum(shares[depth] * walks[depth][1].get(leaf, 0.0) for depth in kinds) for leaf in kinds if leaf
-            }
-            # half of the way, so that kinds which take turns settle, too
-            shares = {leaf: (shares[leaf] + onward.get(leaf, 1.0 - sum(onward.values()))) / 2 for leaf in kinds}
-        length = sum(share * walks[depth][0] for depth, share in shares.items())
-        return Brought(length, sum(share * kinds[depth].empty for depth, share in shares.items()))
+        # all depths of leaves, as rounds that go on may reach some that rounds which begin anew do not
+        kinds |= {depth: self.behind(depth) for depth in sorted(leaving(shape, self.anew.chances)[0]) if depth}
+        walks = [kind.walk(shape) for kind in kinds.values()]
+        onward = np.array([[whole.get(depth, 0.0) for depth in kinds] for _, whole in walks])
+        onward[:, 0] = 1.0 - onward[:, 1:].sum(1)
+        # half of the way, so that kinds which take turns settle, too
+        shares = np.linalg.matrix_power((np.eye(len(kinds)) + onward) / 2, BALANCED)[0]
+        length = sum(share * tokens for share, (tokens, _) in zip(shares, walks))
+        return Brought(float(length), float(sum(share * kind.empty for share, kind in zip(shares, kinds.values()))))

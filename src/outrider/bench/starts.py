@@ -17,10 +17,8 @@ from outrider.cost import Acceptance, beyond, following, leaving, reached, tails
 from outrider.rounds import Round, Walked
 from outrider.tree import Shape
 
-FEW, BALANCED = (
-    30,
-    1 << 20,
-)  # walks that are too few to be choosy; steps to the balance: kinds may seldom give way to others
+FEW = 30  # walks that are too few to be choosy
+BALANCED = 1 << 20  # steps to the balance: kinds may seldom give way to others
 
 
 @dataclass(frozen=True)

@@ -70,15 +70,16 @@ class Starts:
     """Rounds told apart by how they began.
 
     Args:
-        rounds: one after the other; those behind a plain round tell nothing, since nobody knows what was not drafted there.
+        texts: rounds one after the other, of each text; those behind a plain round tell nothing, since nobody knows what was not
+            drafted there.
 
     Raises:
         ValueError: when no round asked for drafts.
     """
 
-    def __init__(self, rounds: Sequence[Round]) -> None:
+    def __init__(self, *texts: Sequence[Round]) -> None:
         anew, self.going_on = list[Walked](), list[tuple[int, Walked]]()
-        for before, done in pairwise(rounds):
+        for before, done in (pair for text in texts for pair in pairwise(text)):
             if not before.shape.depth or not done.shape.depth:
                 continue
             for was, row in zip(before.rows, done.rows):
@@ -86,7 +87,7 @@ class Starts:
                     anew.append(row)
                 else:
                     self.going_on.append((len(was.ranks), row))
-        asked = [row for done in rounds if done.shape.depth for row in done.rows]
+        asked = [row for text in texts for done in text if done.shape.depth for row in done.rows]
         if not asked:
             raise ValueError("no round asked for drafts")
         self.anew = Kind(anew or [row for _, row in self.going_on] or asked)

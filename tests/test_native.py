@@ -15,6 +15,7 @@ import transformers as tf
 import outrider
 from families import tiny
 from native_kernels import needs_kernels
+from outrider.models.draft_vocab import CutHead
 from outrider.models.exact import differing
 from outrider.models.lean import LeanTreeModel
 from outrider.models.native import NativeTextState, NativeTreeModel
@@ -165,6 +166,23 @@ def test_a_text_alone_goes_by_addresses_and_has_the_bits_of_texts_side_by_side(
             alone.commit([wrong])
     with pytest.raises(IndexError, match="parents come before children"):
         alone.extend([[1]], [[99]])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_text_alone_follows_its_model_to_another_vocabulary_head_and_to_other_taps() -> None:
+    """Once passes wrote as many logits and features as the first one of the text had, over whatever lay there."""
+    model = NativeTreeModel(_llama(**ODD_SIZES[0]))
+    state, whole_VD = model.begin([[5, 9, 13]], 4), model.model.get_output_embeddings().weight
+    ids, nodes = torch.arange(20), ([[2, 3]], [[-1, 0]])
+    wanted = state.extend(*nodes)[..., ids]
+    state.commit([[]])
+    model.speak_through(CutHead(whole_VD, ids))
+    assert state.extend(*nodes).shape == wanted.shape and torch.allclose(state.extend(*nodes), wanted, atol=1e-5)
+    state.taps, tapped = (0, 1), model.begin([[5, 9, 13]], 4, (0, 1))
+    state.commit([[]])
+    state.extend(*nodes)
+    tapped.extend(*nodes)
+    assert state.features and tapped.features and torch.equal(state.features[0], tapped.features[0])
 
 
 @pytest.mark.usefixtures("kernels")

@@ -31,6 +31,7 @@ from outrider.controller import Fixed
 from outrider.drafters.ngram import NgramDrafter
 from outrider.rounds import Round
 from outrider.tree import parse_shape
+from test_starts import copying, probed
 from toy import byte_tokenizer
 
 LAW = (0.6, 0.15, 0.08)
@@ -120,6 +121,19 @@ def test_a_shallower_or_a_better_drafter_can_be_asked_for() -> None:
     assert speeds[3] == max(speeds) and found.what_if[3][1].length == pytest.approx(16, rel=0.3)
     real = play(Fixed(found.what_if[1][1].shape), [synthetic([(6000, (0.8,))])], Seconds(level=0.5))
     assert speeds[1] == pytest.approx(real.tokens / real.total, rel=0.12)
+
+
+@pytest.mark.parametrize("shape", ["chain1", "chain4", "chain12"])
+def test_a_drafter_that_is_never_right_brings_one_token_and_one_that_always_is_all(shape: str) -> None:
+    """Of a text in which rounds of short chains leave off amid what is easy, so that no two shapes meet the same acceptance."""
+    found, asked = Measured(probed(copying(200, 1))), parse_shape(shape)
+    lengths = {
+        text: Model(found, parse_change(text)).predict(asked).length
+        for text in ("acceptance=0", "acceptance=-0.1", "latency=1x", "acceptance=+0.1", "acceptance=1")
+    }
+    assert lengths["acceptance=0"] == pytest.approx(1.0)
+    assert lengths["acceptance=1"] == pytest.approx(asked.depth + 1)
+    assert list(lengths.values()) == sorted(lengths.values()) and len(set(lengths.values())) == 5
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_parts_add_up_to_the_rounds(verifying: tuple[str, ...], monkeypatch: pyt
     found = profile_rounds(made, [PROMPT, PROMPT[:3]], 12, shape="3x2")
     assert (Run._round, Product.__call__) == before, "nothing stays wrapped"
     parts = found.to_json()["ms_by_part"]
-    for part in ("draft, level 1", "draft, level 2", *verifying, "sampling", REST):
+    for part in ("draft, level 1", "draft, level 2", *verifying, "commit, target", "sampling", REST):
         assert parts[part] > 0, part
     assert min(parts.values()) >= 0
     assert sum(parts.values()) == pytest.approx(sum(found.groups().values()))

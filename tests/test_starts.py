@@ -66,6 +66,43 @@ def test_rounds_with_nothing_to_draft_are_as_many_as_the_kinds_of_rounds_say() -
     assert brought.empty == pytest.approx(2 / 8, abs=0.02) and brought.length == pytest.approx(12 / 8, abs=0.03)
 
 
+def test_where_a_text_ends_nothing_goes_on() -> None:
+    """The last round of one text and the first of another are no pair."""
+    shape = parse_shape("chain1")
+    right, wrong = Walked((0,), 0, False, 1, True), Walked((), 1, False, 1, True)
+    text = [Round(shape, [row], 0.1, 1.0) for row in (right, right, wrong, wrong, right)]
+    starts = Starts(*[text] * FEW)
+    assert [row.emitted for row in starts.anew.rows] == [1, 2] * FEW
+    assert [row.emitted for _, row in starts.going_on] == [2, 1] * FEW
+
+
+def test_trees_cut_where_a_text_ends_are_not_those_that_could_not_be_filled() -> None:
+    plain, deep = Round(OFF, [Walked((), 0, False, 0, True)], verify=1.0), parse_shape("chain8")
+    cut, full = (Round(deep, [Walked((), 1, False, count, True)], 0.1, 1.0 + count) for count in (2, 8))
+    found = Measured([plain] * 9 + [cut, full] * 9)
+    assert found.verify(deep) == pytest.approx(found.passes(8))
+
+
+@pytest.mark.parametrize("seldom", [0.02, 0.005])
+def test_kinds_of_rounds_that_seldom_give_way_to_each_other_are_balanced(seldom: float) -> None:
+    """Long copies, and as long stretches in which nothing is foretold: half of the rounds go on."""
+    shape, count = parse_shape("chain1"), round(1 / seldom)
+    right, wrong = Walked((0,), 0, False, 1, True), Walked((), 1, False, 1, True)
+    rounds = [Round(shape, [row], 0.1, 1.0) for row in ([right] * count + [wrong] * count) * 20]
+    assert Starts(rounds).brought(shape).length == pytest.approx(1.5, abs=0.02)
+
+
+def test_leaves_that_only_rounds_which_go_on_reach_count_too() -> None:
+    """Behind a failed draft the second child is right, behind a kept one often the path of first children."""
+    shape, rounds = parse_shape("tree:0,0.0,0.0.0,1"), list[Round]()
+    second, deep, wrong = (
+        Walked(ranks, width, False, 4, True) for ranks, width in (((1,), 0), ((0, 0, 0), 0), ((), 2))
+    )
+    for _ in range(FEW):
+        rounds += [Round(shape, [row], 0.1, 1.0) for row in (second, *[deep] * 5, wrong)]
+    assert Starts(rounds).brought(shape).length == pytest.approx(23 / 7, rel=0.02)
+
+
 def test_what_follows_a_plain_round_tells_nothing() -> None:
     """A text in which a rejection is followed by another, and everything else is easy: plain rounds land amid what is easy."""
     deep, rounds = parse_shape("chain8"), list[Round]()

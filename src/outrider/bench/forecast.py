@@ -136,7 +136,7 @@ def _together(slices: Sequence[Measured]) -> Measured:
     """All slices as one; a slice in which no text ended does not know what its rounds took besides."""
     rounds = [done for one in slices for done in one.rounds]
     told = [one.overhead for one in slices if one.overhead]
-    return Measured(rounds, statistics.fmean(told) if told else 0.0)
+    return Measured(rounds, statistics.fmean(told) if told else 0.0, [text for one in slices for text in one.texts])
 
 
 def _write(

@@ -112,8 +112,9 @@ class Model:
 
     def _brought(self, shape: Shape) -> Brought:
         """By rounds of this shape, as the changed drafter has more or fewer of its nodes kept."""
-        found, before = self.measured.starts.brought(shape), self.measured.chances
-        return replace(found, length=found.length + tails(shape, self.chances)[0] - tails(shape, before)[0])
+        found = self.measured.starts.brought(shape)
+        before, after = (tails(shape, chances)[0] for chances in (self.measured.chances, self.chances))
+        return replace(found, length=1.0 + _moved(found.length - 1.0, before, after, shape.depth))
 
     def predict(self, shape: Shape) -> Predicted:
         """Of a shape."""
@@ -144,6 +145,14 @@ def _changed(chances: Sequence[Sequence[float]], change: Change) -> list[list[fl
         left, leaves = 1.0 - row[0], 1.0 - new
         table.append([new, *(chance * leaves / left if left > 0 else 0.0 for chance in row[1:])])
     return table
+
+
+def _moved(kept: float, before: float, after: float, most: float) -> float:
+    """Tokens kept a round where others are expected than before: of those that were kept a share is lost, or of those that were
+    lost a share is won, so that neither less than none nor more than all are kept."""
+    if after <= before:
+        return kept * after / before if before else kept
+    return most - (most - kept) * (most - after) / (most - before)
 
 
 def _shifted(chance: float, first: float, wanted: float) -> float:

@@ -50,10 +50,12 @@ class Measured:
     Args:
         rounds: of all shapes, the warm-up left out.
         overhead: of a round, outside its phases.
+        texts: all rounds of each text, one after the other; () where `rounds` are those of one.
     """
 
     rounds: list[Round]
     overhead: float = 0.0
+    texts: Sequence[Sequence[Round]] = ()
     chances: list[list[float]] = field(init=False)
     tries: list[float] = field(init=False)
     """Per depth, how often its first child was tried."""
@@ -74,8 +76,12 @@ class Measured:
             _rising([(0, seconds) for seconds in plain], [(d.drafted, d.verify + d.commit) for d in drafted])
         )
         self.plain = self.passes(0)
-        self.starts, self.drafts = Starts(self.rounds), dict[str, float]()
-        self.filled = Counter((done.shape, done.drafted) for done in drafted)
+        self.starts, self.drafts = Starts(*(self.texts or [self.rounds])), dict[str, float]()
+        # the last trees of a text are cut to what may still be written: that says nothing of how they are filled
+        whole = [all(row.whole for row in done.rows) for done in drafted]
+        self.filled = Counter(
+            (one.shape, one.shape.nodes if full else one.drafted) for one, full in zip(drafted, whole)
+        )
         chains, trees = [(0, 0.0)], list[Shape]()
         for shape in {done.shape.name: done.shape for done in asked}.values():
             self.drafts[shape.name] = typical([done.draft for done in asked if done.shape.name == shape.name])
@@ -151,12 +157,13 @@ def measure(
     if not prompts or seconds <= 0:
         raise ValueError(f"nothing can be measured with {len(prompts)} prompts in {seconds:g} seconds; give more")
     probing = Probing([parse_shape(name) for name in PROBES])
-    start, busy, outside = time.perf_counter(), 0.0, 0.0
+    start, busy, outside, texts = time.perf_counter(), 0.0, 0.0, list[list[Round]]()
     for prompt in in_turns(prompts):
         begun, first = time.perf_counter(), len(probing.rounds)
         ids = prompt.encode(engine)
         pieces = engine.stream(ids, shape=probing, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         ended = _follow(pieces, start + seconds)
+        texts.append(probing.rounds[first:])
         tell(min(int(time.perf_counter() - start), int(seconds)), int(seconds), "measuring")
         if ended is None:
             break
@@ -169,7 +176,7 @@ def measure(
         seen[done.shape.name] = seen.get(done.shape.name, 0) + 1
         if seen[done.shape.name] > WARM_UP:
             counted.append(done)
-    return Measured(counted, outside / busy if busy else 0.0)
+    return Measured(counted, outside / busy if busy else 0.0, texts)
 
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -130,10 +130,10 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
     from outrider.drafters.table import TableDraftState
     from outrider.engine import Run
     from outrider.models.lean import LeanTreeModel, Norm
-    from outrider.models.native import NativeTreeModel, NativeTreeState
+    from outrider.models.native import NativeTextState, NativeTreeModel, NativeTreeState
     from outrider.models.packed import Product
     from outrider.models.tree_model import CachedTreeModel, CachedTreeState
-    from outrider.native.decoder import Decoder
+    from outrider.native.decoder import Decoder, TextPass
     from outrider.native.screen import Screen
     from outrider.sequence import Sequence as Text
 
@@ -149,17 +149,18 @@ def _parts() -> list[tuple[Any, str, str | Callable[..., str], str]]:
         (NgramDraftState, "propose", "draft, prompt lookup", REST),
         (TableDraftState, "propose", "draft, table", REST),
         (CachedTreeState, "extend", "verify, masks and positions", REST),
-        (NativeTreeState, "score", "verify, masks and positions", REST),
+        *((state, "score", "verify, masks and positions", REST) for state in (NativeTreeState, NativeTextState)),
+        (NativeTextState, "extend", "verify, masks and positions", REST),
         (CachedTreeModel, "forward", "verify, other operations", "verify"),
         (LeanTreeModel, "forward", "verify, other operations", "verify"),
         (NativeTreeModel, "forward", "verify, other operations", "verify"),
         (NativeTreeModel, "hidden", "verify, other operations", "verify"),
-        (Decoder, "__call__", "verify, compiled kernels", "verify"),
+        *((passes, "__call__", "verify, compiled kernels", "verify") for passes in (Decoder, TextPass)),
         *((Screen, name, "verify, vocabulary head", REST) for name in ("highest", "bounds", "drawn", "logits")),
         (Product, "__call__", "verify, linear layers", "verify"),
         (Norm, "__call__", "verify, norms", "verify"),
         (torch.nn.functional, "scaled_dot_product_attention", "verify, attention", "verify"),
-        (CachedTreeState, "commit", "commit, target", REST),
+        *((state, "commit", "commit, target", REST) for state in (CachedTreeState, NativeTextState)),
         (Text, "verify", "sampling", REST),
         (Text, "emit", "text and stop rules", REST),
     ]

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from outrider.cost import Acceptance, beyond, following, leaving, reached, tails
 from outrider.rounds import Round, Walked
 from outrider.tree import Shape
 
-FEW, BALANCED = 30, 100  # walks that are too few to be choosy; steps to the balance
+FEW = 30  # walks that are too few to be choosy
+BALANCED = 1 << 20  # steps to the balance: kinds may seldom give way to others
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,16 @@ class Starts:
     """Rounds told apart by how they began.
 
     Args:
-        rounds: one after the other; those behind a plain round tell nothing, since nobody knows what was not drafted there.
+        texts: rounds one after the other, of each text; those behind a plain round tell nothing, since nobody knows what was not
+            drafted there.
 
     Raises:
         ValueError: when no round asked for drafts.
     """
 
-    def __init__(self, rounds: Sequence[Round]) -> None:
+    def __init__(self, *texts: Sequence[Round]) -> None:
         anew, self.going_on = list[Walked](), list[tuple[int, Walked]]()
-        for before, done in pairwise(rounds):
+        for before, done in (pair for text in texts for pair in pairwise(text)):
             if not before.shape.depth or not done.shape.depth:
                 continue
             for was, row in zip(before.rows, done.rows):
@@ -83,7 +87,7 @@ class Starts:
                     anew.append(row)
                 else:
                     self.going_on.append((len(was.ranks), row))
-        asked = [row for done in rounds if done.shape.depth for row in done.rows]
+        asked = [row for text in texts for done in text if done.shape.depth for row in done.rows]
         if not asked:
             raise ValueError("no round asked for drafts")
         self.anew = Kind(anew or [row for _, row in self.going_on] or asked)
@@ -101,16 +105,12 @@ class Starts:
     def brought(self, shape: Shape) -> Brought:
         """Of rounds of this shape alone."""
         kinds = {0: self.anew}
-        walks = {0: self.anew.walk(shape)}
-        for depth in walks[0][1]:
-            kinds[depth] = self.behind(depth)
-            walks[depth] = kinds[depth].walk(shape)
-        shares = {depth: float(not depth) for depth in kinds}
-        for _ in range(BALANCED):
-            onward = {
-                leaf: sum(shares[depth] * walks[depth][1].get(leaf, 0.0) for depth in kinds) for leaf in kinds if leaf
-            }
-            # half of the way, so that kinds which take turns settle, too
-            shares = {leaf: (shares[leaf] + onward.get(leaf, 1.0 - sum(onward.values()))) / 2 for leaf in kinds}
-        length = sum(share * walks[depth][0] for depth, share in shares.items())
-        return Brought(length, sum(share * kinds[depth].empty for depth, share in shares.items()))
+        # all depths of leaves, as rounds that go on may reach some that rounds which begin anew do not
+        kinds |= {depth: self.behind(depth) for depth in sorted(leaving(shape, self.anew.chances)[0]) if depth}
+        walks = [kind.walk(shape) for kind in kinds.values()]
+        onward = np.array([[whole.get(depth, 0.0) for depth in kinds] for _, whole in walks])
+        onward[:, 0] = 1.0 - onward[:, 1:].sum(1)
+        # half of the way, so that kinds which take turns settle, too
+        shares = np.linalg.matrix_power((np.eye(len(kinds)) + onward) / 2, BALANCED)[0]
+        length = sum(share * tokens for share, (tokens, _) in zip(shares, walks))
+        return Brought(float(length), float(sum(share * kind.empty for share, kind in zip(shares, kinds.values()))))

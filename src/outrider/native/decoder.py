@@ -122,7 +122,7 @@ class TextPass:
     """
 
     def __init__(self, decoder: Decoder, taps: Sequence[int] = ()) -> None:
-        self._decoder, self._seen, self._taps = decoder, (c_char_p * 1)(), (c_int64 * len(taps))(*taps)
+        self.decoder, self.taps, self._seen, self._taps = decoder, taps, (c_char_p * 1)(), (c_int64 * len(taps))(*taps)
         self._call = _Pass(batch=1, taps=len(taps))
         self._call.seen, self._call.tapped = ctypes.addressof(self._seen), ctypes.addressof(self._taps)
         self._at = byref(decoder._model), byref(self._call)
@@ -132,6 +132,7 @@ class TextPass:
     def attend(self, held: Held) -> None:
         """Where keys and values are from now on."""
         if held is not self._held:
+            assert held.layers == len(self.decoder.layers), "keys and values of every layer"
             self._held = held
             self._call.room, self._call.keys, self._call.values = held.room, held.keys, held.values
 
@@ -169,7 +170,7 @@ class TextPass:
         call.nodes, call.slots, call.start, call.threads = nodes, start + nodes, start, torch.get_num_threads()
         call.stream, call.places = stream, ctypes.addressof(places)
         call.hidden, call.features, call.logits = hidden, features, logits
-        if self._decoder._library.outrider_pass(*self._at):
+        if self.decoder._library.outrider_pass(*self._at):
             raise MemoryError(NO_MEMORY)
 
 

@@ -86,6 +86,8 @@ def test_people_get_the_text_and_one_summary_line(folder: Path) -> None:
     [
         (("generate", "x", "--target", "no-such-model"), "no-such-model"),
         (("generate", "x", "--target", "FOLDER", "--drafter", "nosuch"), "no drafter named 'nosuch'"),
+        (("generate", "x", "--target", "FOLDER", "--drafter", "ngram>"), "names nobody"),
+        (("generate", "x", "--target", "FOLDER", "--drafter", "+"), "names nobody"),
         (("generate", "", "--target", "FOLDER"), "empty"),
         (("generate", "x", "--target", "FOLDER", "--max-new-tokens", "-1"), "max_new_tokens"),
         (("generate", "x", "--target", "FOLDER", "--shape", "0x2"), "shape"),

@@ -213,6 +213,15 @@ def test_text_is_the_targets(core: str, given: dict[str, Any]) -> None:
     assert [r.token_ids for r in results] == [expected("llama", p, max_new_tokens=16, **given) for p in PROMPTS]
 
 
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("lengths", [(200, 3), (3, 200, 70), (1, 130)])
+def test_short_and_long_prompts_side_by_side_are_read_in_pieces(core: str, lengths: tuple[int, ...]) -> None:
+    """While a long one is still read, a short one has nothing to commit."""
+    prompts = [[(3 * i + length) % VOCAB for i in range(length)] for length in lengths]
+    results = engine(core).generate(prompts, shape=(2, 1), max_new_tokens=8)
+    assert [r.token_ids for r in results] == [expected("llama", p, max_new_tokens=8) for p in prompts]
+
+
 def answers(target: Engine, count: int, length: int) -> list[Example]:
     """The target's own greedy answers with their hidden states."""
     made = []

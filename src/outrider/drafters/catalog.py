@@ -96,6 +96,8 @@ def make_drafter(
 def _named(
     name: str, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None, loading: dict[str, Any]
 ) -> Drafter | None:
+    if not all(part.strip() for part in re.split("[>+]", name)):
+        raise ValueError(f"drafter {name!r} names nobody on one side of '>' or '+'; write for example 'ngram>head'")
     if ">" in name:
         parts = [part for part in name.split(">") if part != "off"]
         return CascadeDrafter([_stage(part, target, tokenizer, loading) for part in parts])

@@ -201,7 +201,7 @@ class HeadState(DraftState):
         for row, path in enumerate(paths):
             self.nodes.check_path(row, path)
             if list(path) != list(range(len(path))) or base != self.lengths[row]:  # else it lies where it belongs
-                slots = torch.tensor(path, device=self.model.device) + base - self.forgotten
+                slots = torch.tensor(path, dtype=torch.long, device=self.model.device) + base - self.forgotten
                 self.layer.move(row, slots, self.lengths[row] - self.forgotten)
             if path:
                 self.factors.commit(row, path)

@@ -260,47 +260,6 @@ def test_lookups_are_left_out_where_the_drafter_behind_them_brings_more_and_come
     assert text.trust[match_class(2)] > 0, "nobody drafted one in between"
 
 
-def test_the_purse_bounds_what_drafting_loses_whatever_is_believed() -> None:
-    """Drafts that take ten passes each, and a prior that praises them: after the first few there are none."""
-    controller = Counterfactual(BUDGETS)
-    lost = 0.0
-    for _ in range(600):
-        shape = controller.choose()
-        lost += 10.0 * bool(shape.depth)
-        row = Walked((), 1, False, shape.nodes, True, 4, False, 8, [(0.9, False)] * shape.nodes)
-        controller.reward(Round(shape, [row], 10.0 if shape.depth else 0.0, 1.0))
-    assert 10.0 <= lost <= 20.0, "one trial, and one more once it is saved for"
-
-
-def test_trials_of_a_hopeless_drafter_come_the_rarer_the_dearer_they_are() -> None:
-    def trials(cost: float) -> int:
-        controller, found = Counterfactual(BUDGETS), 0
-        for _ in range(1000):
-            shape = controller.choose()
-            found += bool(shape.depth)
-            row = Walked((), 1, False, shape.nodes, True, 1, True, 1, [(0.9, False)] * shape.nodes)
-            controller.reward(Round(shape, [row], cost if shape.depth else 0.0, 1.0))
-        return found
-
-    cheap, dear = trials(0.2), trials(2.0)
-    assert dear <= 8 < 20 <= cheap
-    assert 0.2 * cheap < 16.0 and 2.0 * dear < 18.0, "both lose a share of the time"
-
-
-def test_trials_cost_half_as_much_where_nothing_was_ever_kept_and_as_much_as_before_once_something_is() -> None:
-    """Of 4000 tokens that are always or next to always wrong, behind the first 200."""
-
-    def lost(law: tuple[float, ...]) -> float:
-        found = list[float]()
-        for seed in range(6):
-            done = run((4000, law), seconds=COSTLY, seed=seed)
-            start = next(i for i, at in enumerate(done.positions) if at >= 200)
-            found.append((done.total - done.seconds[start]) / (done.tokens - done.positions[start]) - 1.0)
-        return statistics.fmean(found)
-
-    assert lost((0.0,)) < 0.008 < 0.010 < lost((0.08,))
-
-
 @pytest.mark.parametrize("first", [0.01, 0.04])
 @pytest.mark.parametrize("seed", range(6))
 def test_stalls_are_no_gain_of_drafting(first: float, seed: int) -> None:

@@ -8,7 +8,6 @@ slices, is not of a shape that was chosen for its luck in them.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.plan import Model, plan
-from outrider.bench.probe import Measured, in_turns, measure
+from outrider.bench.probe import Probe, in_turns, measure
 from outrider.bench.turns import Heard, Text, Turns, Written, take_turns
 from outrider.controller import Fixed
 from outrider.drafters.base import Drafter
@@ -109,11 +108,11 @@ def forecast(
         with engine.drafting(drafter):
             first = measure(engine, measuring, seconds=seconds, **options)
             best = next(one.shape for one in plan(engine, first).ranking if one.shape.depth)
-            slices, written = list[Measured](), list[Written]()
+            again, written = Probe(engine, **options), list[Written]()
             for block, others in _blocks(running, measuring):
-                slices.append(measure(engine, others, seconds=seconds / SLICES, **options))
+                again.run(others, seconds / SLICES)
                 written += [_write(engine, prompt, (OFF, best), options, chance) for prompt in block]
-        turns, model = Turns(written), Model(_together(slices))
+        turns, model = Turns(written), Model(again.measured(warm_up=0))  # it is warm by now
         predicted = [model.predict(shape).tokens_per_second for shape in (OFF, best)]
         plain, fast = (turns.speed(shape.name) for shape in (OFF, best))
         found.append(Forecast(name, OFF.name, predicted[0], plain, (1.0, 1.0)))
@@ -130,13 +129,6 @@ def _blocks(running: Sequence[Prompt], measuring: Sequence[Prompt]) -> Iterator[
         start = number * len(others) // SLICES
         yield ordered[number::blocks], others[start:] + others[:start]
     yield [], others[-1:] + others[:-1]
-
-
-def _together(slices: Sequence[Measured]) -> Measured:
-    """All slices as one; a slice in which no text ended does not know what its rounds took besides."""
-    rounds = [done for one in slices for done in one.rounds]
-    told = [one.overhead for one in slices if one.overhead]
-    return Measured(rounds, statistics.fmean(told) if told else 0.0, [text for one in slices for text in one.texts])
 
 
 def _write(

@@ -137,6 +137,62 @@ def _rising(plain: Sequence[tuple[int, float]], drafted: Sequence[tuple[int, flo
     return [(statistics.fmean(n for n, _ in group), seconds) for seconds, block in blocks for group in block]
 
 
+class Probe:
+    """Rounds of a pair, gathered in one stretch of time or in several.
+
+    Args:
+        options: of the texts.
+
+    Raises:
+        ValueError: without a drafter.
+    """
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        if engine.drafter is None:
+            raise ValueError("there is no drafter to plan for; give one with --drafter")
+        self.engine, self.options = engine, options
+        self.probing, self.texts = Probing([parse_shape(name) for name in PROBES]), list[list[Round]]()
+        self.busy = self.outside = 0.0  # rounds of texts that ended, and their seconds outside all phases
+
+    def run(self, prompts: Sequence[Prompt], seconds: float, tell: Tell = lambda done, total, what: None) -> Probe:
+        """Write for some seconds, or until all prompts are answered, over shapes that take turns. So do tasks.
+
+        Raises:
+            ValueError: without prompts or time.
+        """
+        if not prompts or seconds <= 0:
+            raise ValueError(f"nothing can be measured with {len(prompts)} prompts in {seconds:g} seconds; give more")
+        start = time.perf_counter()
+        for prompt in in_turns(prompts):
+            begun, first = time.perf_counter(), len(self.probing.rounds)
+            pieces = self.engine.stream(prompt.encode(self.engine), shape=self.probing, **self.options)
+            ended = _follow(pieces, start + seconds)
+            self.texts.append(self.probing.rounds[first:])
+            tell(min(int(time.perf_counter() - start), int(seconds)), int(seconds), "measuring")
+            if ended is None:
+                break
+            spent = sum(done.seconds for done in self.texts[-1])
+            self.busy += len(self.texts[-1])
+            self.outside += max(0.0, time.perf_counter() - begun - spent - ended.stats.seconds["prefill"])
+        return self
+
+    def measured(self, warm_up: int = WARM_UP) -> Measured:
+        """What follows from all rounds so far.
+
+        Args:
+            warm_up: rounds of every shape that are not counted.
+
+        Raises:
+            ValueError: when they are too few.
+        """
+        counted, seen = list[Round](), Counter[str]()
+        for done in self.probing.rounds:
+            seen[done.shape.name] += 1
+            if seen[done.shape.name] > warm_up:
+                counted.append(done)
+        return Measured(counted, self.outside / self.busy if self.busy else 0.0, self.texts)
+
+
 def measure(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -147,36 +203,13 @@ def measure(
     seed: int = 0,
     tell: Tell = lambda done, total, what: None,
 ) -> Measured:
-    """Write with the pair for some seconds, or until all prompts are answered, over shapes that take turns. So do tasks.
+    """Measure a pair for some seconds, or until all prompts are answered.
 
     Raises:
         ValueError: without a drafter, without prompts, or when nothing could be measured in that time.
     """
-    if engine.drafter is None:
-        raise ValueError("there is no drafter to plan for; give one with --drafter")
-    if not prompts or seconds <= 0:
-        raise ValueError(f"nothing can be measured with {len(prompts)} prompts in {seconds:g} seconds; give more")
-    probing = Probing([parse_shape(name) for name in PROBES])
-    start, busy, outside, texts = time.perf_counter(), 0.0, 0.0, list[list[Round]]()
-    for prompt in in_turns(prompts):
-        begun, first = time.perf_counter(), len(probing.rounds)
-        ids = prompt.encode(engine)
-        pieces = engine.stream(ids, shape=probing, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        ended = _follow(pieces, start + seconds)
-        texts.append(probing.rounds[first:])
-        tell(min(int(time.perf_counter() - start), int(seconds)), int(seconds), "measuring")
-        if ended is None:
-            break
-        total = time.perf_counter() - begun
-        spent = sum(done.seconds for done in probing.rounds[first:])
-        busy += len(probing.rounds) - first
-        outside += max(0.0, total - spent - ended.stats.seconds["prefill"])
-    counted, seen = [], dict[str, int]()
-    for done in probing.rounds:
-        seen[done.shape.name] = seen.get(done.shape.name, 0) + 1
-        if seen[done.shape.name] > WARM_UP:
-            counted.append(done)
-    return Measured(counted, outside / busy if busy else 0.0, texts)
+    probe = Probe(engine, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return probe.run(prompts, seconds, tell).measured()
 
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:

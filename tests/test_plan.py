@@ -18,6 +18,8 @@ from outrider.bench.plan import (
     WORTH,
     Change,
     Model,
+    Predicted,
+    _named,
     break_even_acceptance,
     break_even_draft,
     parse_change,
@@ -82,6 +84,13 @@ def made(law: tuple[float, ...], seconds: Seconds, changes: tuple[Change, ...] =
 def test_a_pair_that_pays_is_told_the_shape() -> None:
     found = made((0.85,), Seconds())
     assert found.speculate and found.verdict.startswith("speculate: ") and found.ranking[0].shape.name in found.verdict
+
+
+def test_of_shapes_that_are_as_fast_the_one_with_a_short_name_is_told() -> None:
+    names = {"tree:0,0.0,1": 2.0, "chain3": 1.985, "chain4": 1.99, "2x1": 1.9}
+    ranking = [Predicted(parse_shape(name), 1.0, 1.0, speedup) for name, speedup in names.items()]
+    assert _named(sorted(ranking, key=lambda one: -one.speedup)).shape.name == "chain4"
+    assert _named([ranking[0], ranking[3]]).shape.name == "tree:0,0.0,1"
 
 
 @pytest.mark.parametrize(

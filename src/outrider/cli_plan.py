@@ -74,11 +74,12 @@ def plan(
     changes = [parse_change(text) for text in what_if or ()]
     if drafter == "off":
         raise ValueError("--drafter off leaves nothing to plan; name a drafter")
+    asked = load_tasks(prompts, MOST_PROMPTS)
     engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code, budget=memory_budget)
     with progress("plan", quiet=json) as tell:
         measured = measure(
             engine,
-            load_tasks(prompts, MOST_PROMPTS),
+            asked,
             seconds=seconds,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -135,8 +136,9 @@ def regret(
     else:
         from outrider.bench.tasks import load_tasks
 
+        asked = load_tasks(prompts, limit)
         engine = load_pair(target, drafter, dtype, device, threads, trust_remote_code)
-        streams = record(engine, load_tasks(prompts, limit), max_new_tokens, temperature=temperature, seed=seed)
+        streams = record(engine, asked, max_new_tokens, temperature=temperature, seed=seed)
         arms = default_arms(engine.drafter) if engine.drafter else arms
     found = compare(streams, Seconds(node=node, level=level), arms, seed=seed)
     regret_plot(found, out / "regret.png")

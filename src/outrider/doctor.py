@@ -159,11 +159,11 @@ def render(report: dict[str, Any], console: Console) -> None:
     for key in ("cpu", "cores", "threads", "device", "default_dtype"):
         table.add_row(key, str(machine[key]))
     if machine["memory_bytes"]:
-        table.add_row("memory", f"{machine['memory_bytes'] / 2**30:.0f} GiB")
+        table.add_row("memory in all", f"{machine['memory_bytes'] / 2**30:.0f} GiB")
     table.add_row("capabilities", ", ".join(machine["capabilities"]) or "none known")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
     for dtype, times in machine["matmul_ms"].items():
-        table.add_row(f"{dtype} [n, 1024] x [1024, 4096]", ", ".join(f"{n} rows {ms} ms" for n, ms in times.items()))
+        table.add_row(f"{dtype} [n, 1024] x [1024, 4096]", ", ".join(f"n = {n}: {ms} ms" for n, ms in times.items()))
     table.add_row("models", ", ".join(f"{name}: {state}" for name, state in report["aliases"].items()))
     console.print(table)
     if "topology" in report:

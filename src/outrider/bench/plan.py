@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.api import Engine
 
 CHAINS, NODES, TREE_DEPTHS = (*range(1, 13), 15), 24, (1, 2, 3, 4, 6, 8)
-WORTH = 1.03  # a predicted speed-up below this is none
+WORTH, NOTHING = 1.03, 0.01  # a predicted speed-up below this is none; shapes that differ by this share are as fast
 
 # ---- predicting ------------------------------------------------------------------------------------------------------
 
@@ -195,14 +195,20 @@ def plan(engine: Engine, measured: Measured, changes: Sequence[Change] = ()) -> 
     arms = [arm.adapting(0.0, 0) for arm in default_arms(engine.drafter)] if engine.drafter else []
     ranking = Model(measured).ranking(arms)
     rate, factor = break_even_acceptance(measured), break_even_draft(measured, arms)
-    speculate = ranking[0].speedup >= WORTH
+    speculate, named = ranking[0].speedup >= WORTH, _named(ranking)
     verdict = (
-        f"speculate: {ranking[0].shape.name} is predicted to be {ranking[0].speedup:.2f} times as fast as plain decoding"
+        f"speculate: {named.shape.name} is predicted to be {named.speedup:.2f} times as fast as plain decoding"
         if speculate
         else _refusal(measured, next(one for one in ranking if one.shape.depth), rate, factor)
     )
     what_if = [(change, Model(measured, change).ranking(arms)[0]) for change in changes]
     return Plan(measured, ranking, speculate, verdict, rate, factor, what_if)
+
+
+def _named(ranking: Sequence[Predicted]) -> Predicted:
+    """The fastest shape, or one that is as fast and has a short name."""
+    as_fast = [one for one in ranking if one.speedup > (1.0 - NOTHING) * ranking[0].speedup]
+    return min(as_fast, key=lambda one: one.shape.name.startswith("tree:"))
 
 
 def break_even_acceptance(measured: Measured) -> float | None:

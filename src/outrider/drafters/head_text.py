@@ -68,6 +68,11 @@ class HeadText(DraftState):
         """Pending nodes."""
         return len(self.nodes)
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Of all pending nodes, [M, D]."""
+        return [self.outputs_ND[: self.pending]]
+
     def see(self, hidden: Sequence[Tensor]) -> None:
         """Hidden states [tokens, taps * D] of tokens that the target has just committed. They become features when they are
         needed: rounds that draft nothing should cost nothing."""

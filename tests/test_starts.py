@@ -147,3 +147,12 @@ def test_trees_are_filled_as_trees_were_and_chains_as_chains_were() -> None:
     # three of its nodes lie down the first children: these alone, or all five
     other = parse_shape("tree:0,0.0,0.0.0,1,1.0")
     assert found.verify(other) == pytest.approx((1.3 + found.passes(5)) / 2)
+
+
+def test_a_level_of_several_children_is_no_chain() -> None:
+    rounds = [Round(OFF, [Walked((), 0, False, 0, True)], verify=1.0)] * 3
+    for name in ("chain1", "4", "3x1"):
+        shape = parse_shape((4,) if name == "4" else name)
+        rounds += [Round(shape, [Walked((), 1, False, shape.nodes, True)], 0.2 * shape.feeds, 1.0)] * 3
+    found = Measured(rounds)
+    assert found.levels(1) == pytest.approx(0.2) and found.feed == pytest.approx(0.2)

@@ -85,12 +85,12 @@ class Measured:
         chains, trees = [(0, 0.0)], list[Shape]()
         for shape in {done.shape.name: done.shape for done in asked}.values():
             self.drafts[shape.name] = typical([done.draft for done in asked if done.shape.name == shape.name])
-            if shape.feeds > shape.depth:
-                trees.append(shape)
-            else:
+            if shape.width == 1:
                 chains.append((shape.depth, self.drafts[shape.name]))
+            elif shape.feeds > shape.depth:
+                trees.append(shape)
         self.levels, (deepest, seconds) = Curve(chains), max(chains)
-        self.level = seconds / max(deepest, 1)
+        self.level = seconds / max(deepest, 1)  # with its share of what a proposal takes besides
         further = [(self.drafts[one.name] - self.levels(one.depth)) / (one.feeds - one.depth) for one in trees]
         self.feed = max(statistics.fmean(further), 0.0) if trees else 0.0
 

@@ -46,7 +46,7 @@ class HeadText(DraftState):
         assert model.native and model.entry
         self.model, self.entry, self.lengths = model, model.entry, [0]
         self.layer, self.vocabulary = AttentionLayer(capacity), TextVocabulary(model.cut, 1)
-        self.turn = TextPass(model.native.decoder)
+        self._pass = TextPass(model.native.decoder)
         self.features: list[Tensor] | None = None
         self.nodes, self.outputs_ND = TextNodes(), model.nothing_D[None]
         # features [D] of committed tokens that are still needed: addresses, what holds them, and the position of the first
@@ -103,11 +103,11 @@ class HeadText(DraftState):
             before.append(self.seen[first + depth][0] if is_seen else outputs + self.step * parent)
         stream = self.stream_1ND.data_ptr()
         self.entry.join(row, before, stream)
-        self.turn.attend(self.model.native.held(self.layer, self.stream_1ND, length + end))
+        self._pass.attend(self.model.native.held(self.layer, self.stream_1ND, length + end))
         positions = [length + depth for depth in depths]
-        self.turn.rotate(self.model.native.rotations(max(positions)))
+        self._pass.rotate(self.model.native.rotations(max(positions)))
         seen, out = self.nodes.seen(start, length), outputs + self.step * start
-        self.turn(stream, length + start, positions, seen, hidden=out)
+        self._pass(stream, length + start, positions, seen, hidden=out)
         return self.outputs_ND[None, start:end]
 
     @inference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -214,13 +215,15 @@ def lm(family: str, seed: int = 0, vocab: int = VOCAB) -> LMDrafter:
 class Oracle(OracleDrafter):
     """Writes each text ahead only once."""
 
-    written: ClassVar[dict[Any, list[int]]] = {}
+    # by the target itself, not by its address: another one may come to lie there
+    written: ClassVar[WeakKeyDictionary[Any, dict[Any, list[int]]]] = WeakKeyDictionary()
 
     def _write(self, ids: list[int], sampler: Sampler, count: int) -> list[int]:
-        key = (id(self.target), tuple(ids), repr(sampler.options), sampler.seed, sampler.eos, count)
-        if key not in self.written:
-            self.written[key] = super()._write(ids, sampler, count)
-        return self.written[key]
+        texts = self.written.setdefault(self.target, {})
+        key = (tuple(ids), repr(sampler.options), sampler.seed, sampler.eos, count)
+        if key not in texts:
+            texts[key] = super()._write(ids, sampler, count)
+        return texts[key]
 
 
 def oracle(family: str, rate: float) -> OracleDrafter:

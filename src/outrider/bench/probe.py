@@ -76,13 +76,17 @@ class Measured:
             _rising([(0, seconds) for seconds in plain], [(d.drafted, d.verify + d.commit) for d in drafted])
         )
         self.plain = self.passes(0)
-        self.starts, self.drafts = Starts(*(self.texts or [self.rounds])), dict[str, float]()
+        self.starts = Starts(*(self.texts or [self.rounds]))
         # the last trees of a text are cut to what may still be written: that says nothing of how they are filled
         whole = [all(row.whole for row in done.rows) for done in drafted]
         self.filled = Counter(
             (one.shape, one.shape.nodes if full else one.drafted) for one, full in zip(drafted, whole)
         )
-        chains, trees = [(0, 0.0)], list[Shape]()
+        self._time_drafting(asked)
+
+    def _time_drafting(self, asked: Sequence[Round]) -> None:
+        """Seconds of every shape that was drafted, of chains by depth, and of a further node."""
+        self.drafts, chains, trees = dict[str, float](), [(0, 0.0)], list[Shape]()
         for shape in {done.shape.name: done.shape for done in asked}.values():
             self.drafts[shape.name] = typical([done.draft for done in asked if done.shape.name == shape.name])
             if shape.width == 1:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from outrider.cache.attention import ALIGNMENT, AttentionLayer, additive_mask, visibility
 from outrider.cache.factors import Factors
 from outrider.cache.pending import Pending
-from outrider.drafters.head_text import NODES, HeadText, takes
+from outrider.drafters.head_text import NODES, HeadText, predecessors, takes
 from outrider.drafters.lm import LMDrafter, LMDraftState
 from outrider.models.attention import folded
 from outrider.models.draft_vocab import CutHead, DraftState, TextVocabulary
@@ -185,14 +185,9 @@ class HeadState(DraftState):
 
     def _features(self, row: int, start: int, end: int) -> list[Tensor]:
         """The feature [D] of each node's predecessor."""
-        seen, outputs = self.seen[row], self.outputs[row]
         depths, parents = (of[row, start:end].tolist() for of in (self.nodes.depths_BM, self.nodes.parents_BM))
         first = self.lengths[row] - 1 - self.first[row]
-        found = []
-        for depth, parent in zip(depths, parents):
-            assert first + depth < len(seen) or 0 <= parent < start, "a drafted node comes after its parent"
-            found.append(seen[first + depth] if first + depth < len(seen) else outputs[parent])
-        return found
+        return predecessors(self.seen[row], self.outputs[row], first, depths, parents, start)
 
     @inference
     def commit(self, paths: Rows) -> None:

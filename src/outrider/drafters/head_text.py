@@ -9,7 +9,7 @@ Shapes: N new nodes, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from outrider.native.embedding import lies
 if TYPE_CHECKING:
     from outrider.drafters.feature_head import HeadModel
 
+T = TypeVar("T")
 NODES = 128  # that buffers hold before they grow
 
 
@@ -33,6 +34,24 @@ def takes(model: HeadModel, prompts: Rows) -> bool:
     plain = not model.head.scans and model.head.config.attention_window is None
     native = model.native and model.entry and model.cut.product.few
     return bool(len(prompts) == 1 and plain and native and lies(model.embedding))
+
+
+def predecessors(
+    seen: Sequence[T], outputs: Sequence[T], first: int, depths: Sequence[int], parents: Sequence[int], start: int
+) -> list[T]:
+    """The feature of each new node's predecessor: the target's where it was seen, else what the block gave for the parent.
+
+    Args:
+        seen: the target's, one a position.
+        outputs: the block's, of the pending nodes.
+        first: which of those seen belongs to the predecessor of a node of depth 0.
+        start: the first of the new nodes.
+    """
+    found = list[T]()
+    for depth, parent in zip(depths, parents):
+        assert first + depth < len(seen) or 0 <= parent < start, "a drafted node comes after its parent"
+        found.append(seen[first + depth] if first + depth < len(seen) else outputs[parent])
+    return found
 
 
 class HeadText(DraftState):
@@ -50,7 +69,7 @@ class HeadText(DraftState):
         self.features: list[Tensor] | None = None
         self.nodes, self.outputs_ND = TextNodes(), model.nothing_D[None]
         # features [D] of committed tokens that are still needed: addresses, what holds them, and the position of the first
-        self.seen, self.first = [(model.nothing_D.data_ptr(), model.nothing_D)], -1
+        self.seen, self.holders, self.first = [model.nothing_D.data_ptr()], [model.nothing_D], -1
         self.raw = list[Tensor]()  # hidden states that are no features yet
         self.step = model.head.config.width * model.nothing_D.element_size()
         self._allocate(NODES)
@@ -83,8 +102,9 @@ class HeadText(DraftState):
         """Make features of what was seen."""
         if self.raw:
             features_TD = self.model.features(self.raw)
-            at = features_TD.data_ptr()
-            self.seen += [(at + self.step * token, features_TD) for token in range(features_TD.shape[0])]
+            at, count = features_TD.data_ptr(), features_TD.shape[0]
+            self.seen += range(at, at + self.step * count, self.step)
+            self.holders += [features_TD] * count
             self.raw = []
 
     def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
@@ -95,19 +115,14 @@ class HeadText(DraftState):
         end = start + len(row)
         if end > self.capacity:
             self._allocate(max(end, 2 * self.capacity))
-        depths, first, outputs = self.nodes.add(above), length - 1 - self.first, self.outputs_ND.data_ptr()
-        before = list[int]()
-        for depth, parent in zip(depths, above):
-            assert first + depth < len(self.seen) or 0 <= parent < start, "a drafted node comes after its parent"
-            is_seen = first + depth < len(self.seen)
-            before.append(self.seen[first + depth][0] if is_seen else outputs + self.step * parent)
-        stream = self.stream_1ND.data_ptr()
+        depths, at, stream = self.nodes.add(above), self.outputs_ND.data_ptr(), self.stream_1ND.data_ptr()
+        outputs = range(at, at + self.step * end, self.step)
+        before = predecessors(self.seen, outputs, length - 1 - self.first, depths, above, start)
         self.entry.join(row, before, stream)
         self._pass.attend(self.model.native.held(self.layer, self.stream_1ND, length + end))
         positions = [length + depth for depth in depths]
         self._pass.rotate(self.model.native.rotations(max(positions)))
-        seen, out = self.nodes.seen(start, length), outputs + self.step * start
-        self._pass(stream, length + start, positions, seen, hidden=out)
+        self._pass(stream, length + start, positions, self.nodes.seen(start, length), hidden=outputs[start])
         return self.outputs_ND[None, start:end]
 
     @inference
@@ -132,7 +147,7 @@ class HeadText(DraftState):
         self.nodes.clear()
         drop = min(self.lengths[0] - 1 - self.first, len(self.seen))  # features may come after the commit
         if drop > 0:
-            self.seen, self.first = self.seen[drop:], self.first + drop
+            self.seen, self.holders, self.first = self.seen[drop:], self.holders[drop:], self.first + drop
 
     def keep(self, rows: Sequence[int]) -> None:
         """There is one."""

@@ -251,10 +251,10 @@ class NativeTextState(NativeTreeState):
 
     def _feed(self, tokens: Sequence[int], parents: Sequence[int], **wanted: int) -> None:
         model, new = self.model, len(tokens)
-        turn = self._pass
-        if turn is None or turn.decoder is not model.decoder or turn.taps != self.taps:
+        run = self._pass
+        if run is None or run.decoder is not model.decoder or run.taps != self.taps:
             # another head or other taps write more or fewer numbers
-            turn = self._pass = TextPass(cast(Decoder, model.decoder), self.taps)
+            run = self._pass = TextPass(cast(Decoder, model.decoder), self.taps)
         if new > self._stream_1ND.shape[1]:
             self._stream_1ND = self._weight.new_empty(1, new, self._width)
         start, length = len(self.text), self.lengths[0]
@@ -264,9 +264,9 @@ class NativeTextState(NativeTreeState):
         if self.taps:
             features_NF = self._weight.new_empty(new, len(self.taps) * self._width)
             self.features, wanted["features"] = [features_NF], features_NF.data_ptr()
-        turn.attend(model.held(self.cache, self._stream_1ND, end))
-        turn.rotate(model.rotations(model.kind_names[0], self._stream_1ND, end))
-        turn(stream, length + start, positions, self.text.seen(start, length), **wanted)
+        run.attend(model.held(self.cache, self._stream_1ND, end))
+        run.rotate(model.rotations(model.kind_names[0], self._stream_1ND, end))
+        run(stream, length + start, positions, self.text.seen(start, length), **wanted)
 
     @inference
     def commit(self, paths: Rows) -> None:

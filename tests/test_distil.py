@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,26 @@ def test_a_mamba_grows_feed_forward_parts_where_it_had_none(engine: Engine, data
     batch = make_batch(found[:1])
     (before,), (after,) = known.outputs(batch, 1), grown.outputs(batch, 1)
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("core", ["attention", "hybrid"])
+def test_a_head_grows_without_forgetting(engine: Engine, data: Path, head: Path, tmp_path: Path, core: str) -> None:
+    taps = tuple(json.loads((head / "config.json").read_text())["head"]["taps"])
+    found, plan = examples(data, taps), Plan(core=core, taps=taps, init=str(head))
+    batch, settings = make_batch(found[:2]), DistilSettings(minutes=1)
+    known = make_student(engine, plan, found, settings, tmp_path / "a")
+    more = 2 * known.module.config.ffn + 8
+    grown = make_student(engine, replace(plan, neurons=more), found, settings, tmp_path / "b")
+    assert grown.module.config.ffn == more and torch.equal(grown.draft_ids, known.draft_ids)
+    for before, after in zip(known.outputs(batch, 3), grown.outputs(batch, 3)):
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    trainer = Trainer(grown, settings, tmp_path / "checkpoint")
+    start = {name: p.clone() for name, p in grown.module.named_parameters()}
+    for _ in range(2):
+        trainer._update(batch, 0.0)
+    assert not [name for name, p in grown.module.named_parameters() if bool((p == start[name]).all())]
+    with pytest.raises(ValueError, match=r"--neurons .* can only grow"):
+        make_student(engine, replace(plan, neurons=4), found, settings, tmp_path / "c")
 
 
 @pytest.mark.parametrize("sizes", [{"layers": 1}, {"neurons": 16}, {"state": 8}], ids=str)

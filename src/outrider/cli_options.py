@@ -73,7 +73,9 @@ DraftVocab = Annotated[
     ),
 ]
 OptimizerName = Annotated[str, typer.Option(help="Of matrices: muon or adamw; all else has adamw.")]
-Neurons = Annotated[int | None, typer.Option(help="Feed-forward neurons of every block of a fresh drafter: its width.")]
+Neurons = Annotated[
+    int | None, typer.Option(help="Feed-forward neurons of every block; with --init a Mamba or head grows.")
+]
 StateSize = Annotated[
     int | None, typer.Option(help="State size of a fresh Mamba mixer: what it can remember. Default: 32, in a head 64.")
 ]
@@ -261,11 +263,11 @@ def plan_from(
     for name, size in (("--layers", layers), ("--neurons", neurons), ("--state", state)):
         if size is not None and size < 1:
             raise ValueError(f"{name} {size} is no size; give 1 or more")
-    fixed = init is not None and kind != "mamba"  # a Mamba grows
+    fixed = init is not None and kind != "mamba"  # a Mamba grows, a head only in width
     if layers is not None and (kind == "head" or fixed):
         raise ValueError("--layers is for fresh drafters of kind mamba or llama, or a Mamba that grows; leave it out")
-    if neurons is not None and fixed:
-        raise ValueError("--neurons is for fresh drafters, or a Mamba that grows; leave it out")
+    if neurons is not None and fixed and kind != "head":
+        raise ValueError("--neurons is for fresh drafters, or a Mamba or head that grows; leave it out")
     if state is not None and (fixed or kind == "llama" or (kind, core) == ("head", "attention")):
         raise ValueError("--state is for fresh drafters with a Mamba mixer, or a Mamba that grows; leave it out")
     if taps and not re.fullmatch(r"\d+(,\d+)*", taps):

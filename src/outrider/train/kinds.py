@@ -16,7 +16,7 @@ from outrider.models.files import save_atomically
 from outrider.models.mamba_drafter import MambaBlocks
 from outrider.train.distil import DRAFT_VOCAB, DistilSettings
 from outrider.train.features import Example
-from outrider.train.larger import larger_mamba
+from outrider.train.larger import larger_head, larger_mamba
 from outrider.train.llama_student import LlamaStudent, new_llama, save_llama
 from outrider.train.students import HeadStudent, MambaStudent, Student, frequent_tokens, new_head, new_mamba
 
@@ -176,12 +176,11 @@ def _known(engine: Engine, plan: Plan, found: list[Example], settings: DistilSet
         module.config = replace(module.config, draft_vocab=len(module.draft_ids))
     if isinstance(module, MambaBlocks):
         return MambaStudent(engine, larger_mamba(engine, module, settings.seed, plan.layers, plan.neurons, plan.state))
-    if module.config.core == plan.core:
-        return HeadStudent(engine, module)
-    size, old = len(module.draft_ids), module.config
-    sizes = {"window": old.window, "neurons": old.ffn, "state": old.ssm_state}
-    fresh = new_head(engine, found, old.taps, size, settings.seed, plan.core, **sizes)
-    return HeadStudent(engine, graft(fresh, module))
+    if module.config.core != plan.core:
+        size, old = len(module.draft_ids), module.config
+        sizes = {"window": old.window, "neurons": old.ffn, "state": old.ssm_state}
+        module = graft(new_head(engine, found, old.taps, size, settings.seed, plan.core, **sizes), module)
+    return HeadStudent(engine, larger_head(engine, module, settings.seed, plan.neurons))
 
 
 @torch.no_grad()

@@ -13,11 +13,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from outrider.models.feature_head import FeatureHead
 from outrider.models.mamba_drafter import MambaBlock, MambaBlocks
-from outrider.train.students import untrained_mamba
+from outrider.train.students import untrained_head, untrained_mamba
 
 if TYPE_CHECKING:
     from outrider.api import Engine
+
+
+@torch.no_grad()
+def larger_head(engine: Engine, known: FeatureHead, seed: int, neurons: int | None) -> FeatureHead:
+    """A feature head with more feed-forward neurons; None keeps those that it has.
+
+    Raises:
+        ValueError: for fewer than it has.
+    """
+    old, count = known.config.ffn, neurons or known.config.ffn
+    _check_growth("--neurons", old, count)
+    if count == old:
+        return known
+    fresh = untrained_head(engine, replace(known.config, ffn=count), seed)
+    own = fresh.state_dict()
+    fresh.load_state_dict(
+        {name: t if own[name].shape == t.shape else own[name] for name, t in known.state_dict().items()}
+    )
+    _fill_neurons(fresh.up.weight, fresh.down.weight, known.up.weight, known.down.weight)
+    return fresh
 
 
 @torch.no_grad()
@@ -36,10 +57,7 @@ def larger_mamba(
         ("--neurons", old.ffn, new.ffn),
         ("--state", old.state_size, new.state_size),
     ):
-        if after < before:
-            raise ValueError(
-                f"{name} {after} is less than the {before} of the drafter to start from, which can only grow"
-            )
+        _check_growth(name, before, after)
     if new == old:
         return known
     fresh = untrained_mamba(engine, new, seed)
@@ -51,6 +69,21 @@ def larger_mamba(
         assert isinstance(block, MambaBlock) and isinstance(held, MambaBlock | None)
         _fill(block, held)
     return fresh
+
+
+def _check_growth(option: str, before: int, after: int) -> None:
+    if after < before:
+        raise ValueError(
+            f"{option} {after} is less than the {before} of the drafter to start from, which can only grow"
+        )
+
+
+def _fill_neurons(up: Tensor, down: Tensor, known_up: Tensor, known_down: Tensor) -> None:
+    """The neurons of a trained feed-forward part, and fresh ones that nothing reads yet."""
+    after, before = down.shape[1], known_down.shape[1]
+    _copy(up, known_up, [after] * 2, [before] * 2)
+    down[:, before:].zero_()
+    down[:, :before].copy_(known_down)
 
 
 def _fill(block: MambaBlock, known: MambaBlock | None) -> None:
@@ -66,9 +99,7 @@ def _fill(block: MambaBlock, known: MambaBlock | None) -> None:
         block.down.weight.zero_()
         return
     block.ffn_norm.load_state_dict(known.ffn_norm.state_dict())
-    _copy(block.up.weight, known.up.weight, [block.down.in_features] * 2, [known.down.in_features] * 2)
-    block.down.weight[:, known.down.in_features :].zero_()
-    block.down.weight[:, : known.down.in_features].copy_(known.down.weight)
+    _fill_neurons(block.up.weight, block.down.weight, known.up.weight, known.down.weight)
 
 
 def _fill_mixer(block: MambaBlock, known: MambaBlock) -> None:

@@ -163,24 +163,29 @@ def new_head(
 ) -> FeatureHead:
     """An untrained head for a target; with feed-forward neurons of 8/3 of its width if nothing else is said."""
     config = engine.model.config.get_text_config()
-    torch.manual_seed(seed)
     heads = max(1, config.hidden_size // 64)
-    head = FeatureHead(
-        HeadConfig(
-            width=config.hidden_size,
-            taps=taps,
-            num_heads=heads,
-            num_kv_heads=heads // 3 if heads % 3 == 0 else heads,
-            ffn=neurons or config.hidden_size * 8 // 3 // 64 * 64 or 64,
-            draft_vocab=min(draft_vocab, config.vocab_size),
-            core=core,
-            window=window,
-            ssm_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
-            ssm_head_size=SSM_HEAD_SIZE,
-            ssm_state=state,
-        )
+    sizes = HeadConfig(
+        width=config.hidden_size,
+        taps=taps,
+        num_heads=heads,
+        num_kv_heads=heads // 3 if heads % 3 == 0 else heads,
+        ffn=neurons or config.hidden_size * 8 // 3 // 64 * 64 or 64,
+        draft_vocab=min(draft_vocab, config.vocab_size),
+        core=core,
+        window=window,
+        ssm_heads=max(1, 2 * config.hidden_size // SSM_HEAD_SIZE),
+        ssm_head_size=SSM_HEAD_SIZE,
+        ssm_state=state,
     )
-    head.draft_ids = frequent_tokens(examples, head.config.draft_vocab, config.vocab_size)
+    head = untrained_head(engine, sizes, seed)
+    head.draft_ids = frequent_tokens(examples, sizes.draft_vocab, config.vocab_size)
+    return head
+
+
+def untrained_head(engine: Engine, config: HeadConfig, seed: int) -> FeatureHead:
+    """The same for given sizes, without a draft vocabulary of its own."""
+    torch.manual_seed(seed)
+    head = FeatureHead(config)
     _initialize(head, engine)
     return head
 

@@ -1,7 +1,7 @@
 """Weights laid out for the kernels: one piece of memory, in the order in which a pass reads them.
 
 A drafter's are rounded to bytes where the CPU multiplies bytes: half as much is read. Whether a draft is good is all that
-depends on it; a target's weights stay what they are.
+depends on it; a target's weights stay what they are, in twelve bits a number where that is possible (`codes.py`).
 
 Shapes: K inputs, V outputs.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.resident import in_huge_pages, release
+from outrider.native.codes import Codes, takes_codes
 from outrider.native.library import library
 
 TILE, LINE = 16, 64
@@ -24,7 +25,8 @@ LONGEST = 1 << 16  # inputs whose sum of products of bytes fits into four bytes
 
 
 class LinearStructure(Structure):
-    """A weight [V, K], a bias [V] of float32 or null, V, whether the weight is laid out, and the scales [V] of one in bytes."""
+    """A weight [V, K], a bias [V] of float32 or null, V, whether the weight is laid out, the scales [V] of one in bytes, and the
+    codes of one in codes."""
 
     _fields_ = [
         ("weight", c_void_p),
@@ -32,6 +34,7 @@ class LinearStructure(Structure):
         ("outs", c_int64),
         ("laid", c_int64),
         ("scales", c_void_p),
+        ("codes", c_void_p),
     ]
 
 
@@ -51,14 +54,16 @@ class Layout:
         rounded = {_key(weight): _rounded(weight) for weight in self._held if rounds and _rounds(weight)}
         self._scales = {key: scales_V for key, (_, scales_V) in rounded.items()}
         sources = [rounded[_key(weight)][0] if _key(weight) in rounded else weight for weight in self._held]
+        self.codes = {_key(source): codes for source in sources if (codes := _codes(source)) is not None}
         places, end = [], 0
         for source in sources:
             places.append(end)
-            end += -(-_size(source) // LINE) * LINE
+            size = _size(source) * 3 // 4 if _key(source) in self.codes else _size(source)
+            end += -(-size // LINE) * LINE
         self.memory = in_huge_pages(end)
         self._at = {_key(weight): self.memory.data_ptr() + place for weight, place in zip(self._held, places)}
         for weight, source in zip(self._held, sources):
-            lay_out(source, self._at[_key(weight)])
+            lay_out(source, self._at[_key(weight)], self.codes.get(_key(source)))
             release(weight)
 
     def linear(self, weight: Tensor, bias: int | None = None) -> LinearStructure:
@@ -69,16 +74,20 @@ class Layout:
         """
         laid, scales_V = self.address(weight), self._scales.get(_key(weight))
         scales = scales_V.data_ptr() if scales_V is not None else None
-        return LinearStructure(laid or weight.data_ptr(), bias, len(weight), laid is not None, scales)
+        codes = self.codes[_key(weight)].at() if _key(weight) in self.codes else None
+        return LinearStructure(laid or weight.data_ptr(), bias, len(weight), laid is not None, scales, codes)
 
     def address(self, weight: Tensor) -> int | None:
         """Where a weight was laid out; None for one that was not."""
         return self._at.get(_key(weight))
 
 
-def lay_out(weight_VK: Tensor, at: int) -> None:
+def lay_out(weight_VK: Tensor, at: int, codes: Codes | None = None) -> None:
     """Copy a weight to an address in the kernels' order, some outputs at a time: of one that is mapped from a file hardly more
     than these is in memory.
+
+    Args:
+        codes: write it in these.
 
     Raises:
         Unavailable: without compiled kernels.
@@ -86,8 +95,11 @@ def lay_out(weight_VK: Tensor, at: int) -> None:
     outs, inputs = weight_VK.shape
     call, size, threads = library().outrider_lay_out, weight_VK.element_size(), torch.get_num_threads()
     for start, end in parts(outs):
-        part_VK = weight_VK[start:end]
-        call(size, part_VK.data_ptr(), end - start, inputs, at + start * inputs * size, threads)
+        part_VK, before = weight_VK[start:end], start * inputs * size
+        if codes is None:
+            call(size, part_VK.data_ptr(), end - start, inputs, at + before, None, threads)
+        else:
+            call(size, part_VK.data_ptr(), end - start, inputs, at + before * 3 // 4, codes.at(start), threads)
         release(part_VK)
 
 
@@ -99,6 +111,14 @@ def parts(outs: int) -> Iterable[tuple[int, int]]:
 def fits(weight: Tensor) -> bool:
     """Whether a weight can be laid out."""
     return len(weight) >= TILE and weight.is_contiguous() and weight.shape[1] * weight.element_size() % 4 == 0
+
+
+def _codes(weight: Tensor) -> Codes | None:
+    """The codes of a weight; None for one that is not written in codes."""
+    if not takes_codes(weight):
+        return None
+    codes = Codes(weight, parts(len(weight)))
+    return codes if codes.pays else None
 
 
 def _rounds(weight: Tensor) -> bool:

@@ -28,6 +28,7 @@ SOURCES = (
     "screen.cpp",
     "sums.cpp",
     "bounds.h",
+    "coded.h",
     "highest.h",
     "rows.h",
     "products.h",
@@ -71,7 +72,8 @@ def _load() -> ctypes.CDLL | str:
         found[name].argtypes = [at, at]
     found.outrider_product.argtypes = [number, at, number, number, at, number, at, number, number]
     found.outrider_norm.argtypes = [number, at, ctypes.c_float, number, at, number, at]
-    found.outrider_lay_out.argtypes = [number, at, number, number, at, number]
+    found.outrider_lay_out.argtypes = [number, at, number, number, at, at, number]
+    found.outrider_choose_codes.argtypes = [at, number, number, at, number]
     found.outrider_highest.argtypes = [number, at, number, number, ctypes.c_float, at, at, at, number]
     found.outrider_move.argtypes = [number, at, at, number, number, number, number, at, number, number]
     found.outrider_best.argtypes = [number, at, *[number] * 4, ctypes.c_float, ctypes.c_float, at, at, at, at]
@@ -83,7 +85,7 @@ def _load() -> ctypes.CDLL | str:
     found.outrider_joined.argtypes = [at, at, number, at, number]
     found.outrider_highest.restype = found.outrider_move.restype = found.outrider_hashed.restype = None
     found.outrider_product.restype = found.outrider_norm.restype = None
-    found.outrider_lay_out.restype = found.outrider_in_bytes.restype = None
+    found.outrider_lay_out.restype = found.outrider_choose_codes.restype = found.outrider_in_bytes.restype = None
     return found
 
 

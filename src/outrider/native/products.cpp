@@ -1,5 +1,6 @@
 // Products and norms of a few rows, one call each, and weights laid out for products.
 
+#include "coded.h"
 #include "rows.h"
 
 namespace {
@@ -74,11 +75,29 @@ int outrider_multiplies_bytes() {
 #endif
 }
 
-// A weight [outs, K] with at least sixteen outputs and inputs of whole four bytes, laid out for products: as many numbers and the last
-// tile's overlap.
-void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, int64_t threads) {
+// Whether products of weights in codes can be made.
+int outrider_reads_codes() {
+#if defined(CODES)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Chooses the codes of every piece of a weight [outs, K] of bf16, K a multiple of four; patches have no place yet.
+void outrider_choose_codes(const void* weight, int64_t outs, int64_t inputs, Codes* codes, int64_t threads) {
+#if defined(CODES)
+    const Linear m = {weight, nullptr, outs, 0};
 #pragma omp parallel num_threads(int(threads))
-    lay_out(Linear{weight, nullptr, outs, 0}, inputs * bytes, out);
+    shared(m.pieces(), [&](int64_t piece) { choose_codes(m, piece, inputs, codes[piece]); });
+#endif
+}
+
+// A weight [outs, K] with at least sixteen outputs and inputs of whole four bytes, laid out for products: as many numbers and the last
+// tile's overlap. With `codes` of its pieces, else null, in these.
+void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, Codes* codes, int64_t threads) {
+#pragma omp parallel num_threads(int(threads))
+    lay_out(Linear{weight, nullptr, outs, 0, nullptr, codes}, inputs * bytes, out);
 }
 
 // out = x / rms(x) * weight, of rows [M, D] of two or four bytes a number.

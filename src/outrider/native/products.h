@@ -10,11 +10,14 @@
 constexpr int SIDE = 3;              // tiles of outputs that are made together, a piece
 constexpr int64_t MOST_ROWS = 64;    // whose sums are held at once
 
+struct Codes;
+
 struct Linear {  // weight [outs, K] of T, bias [outs] or null
     const void* weight;
     const float* bias;
     int64_t outs, laid;  // `laid`: whether the weight went through `lay_out`
     const float* scales;  // [outs] of a weight in bytes, which is laid out; else null
+    Codes* codes;         // [pieces] of a weight of bf16 in codes, which is laid out; else null
 
     // The last tile of a size that is no multiple ends where the weight ends.
     int64_t tiles() const { return (outs + TILE - 1) / TILE; }

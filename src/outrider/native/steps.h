@@ -7,6 +7,12 @@
 
 #include "lanes.h"
 
+#if defined(__clang__)
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 8")
+#endif
+
 constexpr int TILE = 16;  // outputs that are made together
 constexpr int64_t LINE = 64;
 

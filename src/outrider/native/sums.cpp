@@ -4,9 +4,10 @@
 // vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles of sixteen outputs
 // lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the stack, a part at a time.
 
+#include <type_traits>
 #include <utility>
 
-#include "products.h"
+#include "coded.h"
 
 namespace {
 
@@ -15,57 +16,95 @@ constexpr int MOST = 8;  // rows at once: with SIDE vectors as many sums as regi
 #else
 constexpr int MOST = 2;
 #endif
-constexpr int64_t BLOCK = 256;  // units that are laid out at a time
+constexpr int64_t BLOCK = 256;  // units that are laid out at a time, whole steps of codes
+constexpr int64_t AHEAD = 8192;  // bytes: a thread that asks much further ahead reads what belongs to the next one at its end
 
-// Adds products of R rows with C tiles to sums; asks for LINES lines of memory from `ahead` on in every step.
-template <class T, int R, int C, int LINES>
-void add(const T* w, int64_t inputs, const T* x, int64_t stride, const char* ahead, Sum<T>* sums) {
+// Weights of C tiles that are read on and on, a step at a time: UNITS units of input, SIZE bytes.
+template <class T, int C>
+struct Laid {
+    typedef T Number;
+    static constexpr int TILES = C, UNITS = 1;
+    static constexpr int64_t SIZE = C * LINE;
+    static constexpr int FEWEST = 5;  // from so many rows on, what follows is asked for
+    const T* at;
+
+    __attribute__((always_inline)) void read(typename Step<T>::Vector (&out)[UNITS][C]) {
+        for (int c = 0; c < C; c++) out[0][c] = Step<T>::read(at + c * Step<T>::size);
+        at += C * Step<T>::size;
+    }
+};
+
+// Adds products of R rows with the tiles to sums; asks for LINES lines of memory from `ahead` on in every step.
+template <int R, int LINES, class Weights>
+void add(Weights w, int64_t inputs, const typename Weights::Number* x, int64_t stride, const char* ahead,
+         Sum<typename Weights::Number>* sums) {
+    typedef typename Weights::Number T;
     typedef Step<T> S;
+    constexpr int C = Weights::TILES, U = Weights::UNITS;
     Sum<T> sum[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sum[r][c] = sums[r * C + c];
     int64_t k = 0;
     do {  // tested at its end, sums stay in registers
-        typename S::Vector weights[C];
-        for (int c = 0; c < C; c++) weights[c] = S::read(w + c * S::size);
+        typename S::Vector weights[U][C];
+        w.read(weights);
         for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + i * LINE, 0, 2);
-        for (int r = 0; r < R; r++) {
-            const typename S::Vector at = S::spread(x + r * stride + k);
-            for (int c = 0; c < C; c++) sum[r][c] = S::add(sum[r][c], weights[c], at);
+        UNROLLED
+        for (int u = 0; u < U; u++, k += S::unit) {
+            UNROLLED
+            for (int r = 0; r < R; r++) {
+                const typename S::Vector at = S::spread(x + r * stride + k);
+                UNROLLED
+                for (int c = 0; c < C; c++) sum[r][c] = S::add(sum[r][c], weights[u][c], at);
+            }
         }
-        w += C * S::size, ahead += LINES * LINE, k += S::unit;
+        ahead += LINES * LINE;
     } while (k < inputs);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sums[r * C + c] = sum[r][c];
 }
 
-template <class T, int C, int LINES, int R = MOST>
-void add_rows(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, const char* ahead, Sum<T>* sums) {
+template <int LINES, int R = MOST, class Weights, class T, class Sums>
+void add_rows(Weights w, int64_t inputs, const T* x, int64_t stride, int64_t rows, const char* ahead, Sums* sums) {
     if constexpr (R > 1)
-        if (rows < R) return add_rows<T, C, LINES, R - 1>(w, inputs, x, stride, rows, ahead, sums);
-    add<T, R, C, LINES>(w, inputs, x, stride, ahead, sums);
+        if (rows < R) return add_rows<LINES, R - 1>(w, inputs, x, stride, rows, ahead, sums);
+    add<R, LINES>(w, inputs, x, stride, ahead, sums);
 }
 
-// All rows, some at a time. While many are multiplied the weights that follow are asked for, if they lie in memory.
-template <class T, int C>
-void add_tiles(const T* w, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sum<T>* sums) {
-    const int64_t chunks = (rows + MOST - 1) / MOST, size = C * TILE * inputs * int64_t(sizeof(T));
-    const char* ahead = reinterpret_cast<const char*>(w) + size;
+// All rows, some at a time. While several are multiplied, weights that follow in memory are asked for; while more are than fit at
+// once, those of the next piece, in even shares.
+template <class Weights, class T, class Sums>
+void add_tiles(Weights w, const void* begin, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory,
+               Sums* sums) {
+    constexpr int LINES = int((Weights::SIZE + LINE - 1) / LINE);  // of a step
+    const int64_t chunks = (rows + MOST - 1) / MOST, size = inputs / (Weights::UNITS * Step<T>::unit) * Weights::SIZE;
+    const char* at = static_cast<const char*>(begin);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const int64_t left = chunks - chunk, some = (rows + left - 1) / left;
-        const char* part = ahead + chunk * size / chunks;
-        if (!is_in_memory || chunks == 1) add_rows<T, C, 0>(w, inputs, x, stride, some, part, sums);
-        else if (chunks == 2) add_rows<T, C, 2>(w, inputs, x, stride, some, part, sums);
-        else add_rows<T, C, 1>(w, inputs, x, stride, some, part, sums);
-        rows -= some, x += some * stride, sums += some * C;
+        const char* part = at + size + chunk * size / chunks;
+        if (!is_in_memory || (chunks == 1 && some < Weights::FEWEST)) add_rows<0>(w, inputs, x, stride, some, part, sums);
+        else if (chunks == 1) add_rows<LINES>(w, inputs, x, stride, some, at + AHEAD, sums);
+        else if (chunks == 2) add_rows<(LINES + 1) / 2>(w, inputs, x, stride, some, part, sums);
+        else add_rows<(LINES + 2) / 3>(w, inputs, x, stride, some, part, sums);
+        rows -= some, x += some * stride, sums += some * Weights::TILES;
     }
 }
 
 template <class T>
 void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sum<T>* sums) {
-    if (beside == 1) add_tiles<T, 1>(w, inputs, x, stride, rows, is_in_memory, sums);
-    else if (beside == 2) add_tiles<T, 2>(w, inputs, x, stride, rows, is_in_memory, sums);
-    else add_tiles<T, SIDE>(w, inputs, x, stride, rows, is_in_memory, sums);
+    if (beside == 1) add_tiles(Laid<T, 1>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
+    else if (beside == 2) add_tiles(Laid<T, 2>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
+    else add_tiles(Laid<T, SIDE>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
+}
+
+void add_coded(const Linear& m, int64_t piece, int64_t beside, int64_t inputs, const bf16* x, int64_t rows, Floats* sums) {
+#if defined(CODES)
+    const auto* at = static_cast<const uint8_t*>(m.weight) + coded_size(piece * SIDE, inputs);
+    const Codes& codes = m.codes[piece];
+    if (beside == 1) add_tiles(Coded<1>(at, codes), at, inputs, x, inputs, rows, true, sums);
+    else if (beside == 2) add_tiles(Coded<2>(at, codes), at, inputs, x, inputs, rows, true, sums);
+    else add_tiles(Coded<SIDE>(at, codes), at, inputs, x, inputs, rows, true, sums);
+#endif
 }
 
 // Exchanges blocks of D lanes between vectors that lie D apart.
@@ -123,6 +162,21 @@ void add_lying(const Linear& m, int64_t first, int64_t beside, int64_t inputs, c
     }
 }
 
+// A piece of bf16 in codes, laid out a part at a time.
+void lay_out_coded(const Linear& m, int64_t piece, int64_t beside, int64_t stride, uint8_t* out) {
+#if defined(CODES)
+    alignas(64) char turned[BLOCK * SIDE * LINE];
+    CodeWriter writer(m.codes[piece], beside, out);
+    for (int64_t at = 0; at < stride; at += BLOCK * 4) {
+        const int64_t some = std::min(BLOCK * 4, stride - at);
+        for (int64_t c = 0; c < beside; c++)
+            turn(static_cast<const char*>(m.weight) + m.output(piece * SIDE + c) * stride + at, stride, TILE, some, 0, beside,
+                 turned + c * LINE);
+        writer.write(reinterpret_cast<const uint16_t*>(turned), some / 8);
+    }
+#endif
+}
+
 }  // namespace
 
 template <class T>
@@ -131,6 +185,8 @@ void piece_sums(const Linear& m, int64_t piece, int64_t inputs, const T* x, int6
     std::fill(sums, sums + rows * beside, Sum<T>{});
     if constexpr (sizeof(T) > 1)
         if (!m.laid) return add_lying(m, first, beside, inputs, x, rows, sums);
+    if constexpr (std::is_same_v<T, bf16>)
+        if (m.codes) return add_coded(m, piece, beside, inputs, x, rows, sums);
     add_piece(static_cast<const T*>(m.weight) + first * TILE * inputs, beside, inputs, x, inputs, rows, true, sums);
 }
 template void piece_sums(const Linear&, int64_t, int64_t, const float*, int64_t, Floats*);
@@ -140,6 +196,7 @@ template void piece_sums(const Linear&, int64_t, int64_t, const int8_t*, int64_t
 void lay_out(const Linear& m, int64_t stride, void* out) {
     shared(m.pieces(), [&](int64_t piece) {
         const int64_t beside = m.beside(piece);
+        if (m.codes) return lay_out_coded(m, piece, beside, stride, static_cast<uint8_t*>(out) + coded_size(piece * SIDE, stride / 2));
         for (int64_t c = 0; c < beside; c++)
             turn(static_cast<const char*>(m.weight) + m.output(piece * SIDE + c) * stride, stride, TILE, stride, 0, beside,
                  static_cast<char*>(out) + piece * SIDE * TILE * stride + c * LINE);

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from families import tiny
 from native_kernels import needs_kernels
+from outrider import doctor
 from outrider.models.native import NativeTreeModel
 from outrider.native import codes as module
 from outrider.native import layout, library
@@ -92,6 +93,14 @@ def test_a_quarter_less_is_held() -> None:
     assert is_coded(weight)
     assert Layout([weight]).memory.numel() == weight.numel() * 3 // 2
     assert Layout([weight.float()]).memory.numel() == weight.numel() * 4
+
+
+def test_the_doctor_tells_what_is_held() -> None:
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    target = NativeTreeModel(model)
+    held = doctor._memory(target)["held_bytes"]
+    assert held == sum(layout.memory.numel() for layout in target.decoder.layouts)
+    assert "held_bytes" not in doctor._memory(NativeTreeModel(tiny("llama")))
 
 
 def test_weights_of_all_sorts_of_numbers_stay_as_they_are() -> None:

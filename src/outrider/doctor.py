@@ -119,6 +119,9 @@ def _memory(tree_model: Any) -> dict[str, Any]:
         "bytes_per_token": (longer - short) // 64,
         "state_bytes_per_node": tree_model.state_bytes_per_node(),
     }
+    layouts = getattr(getattr(tree_model, "decoder", None), "layouts", ())
+    if any(layout.codes for layout in layouts):
+        found["held_bytes"] = sum(layout.memory.numel() for layout in layouts)
     if screen := getattr(tree_model, "screen", None):
         found["screen_bytes"] = screen.bytes
     if isinstance(tree_model, FactorTreeModel):
@@ -149,7 +152,10 @@ def _advice(report: dict[str, Any]) -> list[str]:
     return advice
 
 
-LABELS = {"screen_bytes": "vocabulary head in bytes, by which logits are screened"}
+LABELS = {
+    "held_bytes": "weights as they are read, in twelve bits a number",
+    "screen_bytes": "vocabulary head in bytes, by which logits are screened",
+}
 
 
 def render(report: dict[str, Any], console: Console) -> None:

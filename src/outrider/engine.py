@@ -140,5 +140,7 @@ class Run:
 
 
 def _along(rows_NF: Tensor, path: list[int]) -> Tensor:
-    """The rows of a path; where they lie side by side, as in plain rounds, nothing is copied."""
+    """The rows of a path; where they lie side by side nothing is copied, and in plain rounds nothing is done."""
+    if len(path) == len(rows_NF):
+        return rows_NF
     return rows_NF[: len(path)] if path[-1] == len(path) - 1 else rows_NF[path]

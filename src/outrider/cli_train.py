@@ -1,4 +1,4 @@
-"""The workshop's commands: data, table, distil, prune, linearize, boost, evaluate. They read options and call `train`."""
+"""The workshop's commands: data, table, distil, prune, linearize, boost, average, evaluate. Options are read, `train` called."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SOURCES = "tasks,templates,self"
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (data, table, distil, prune, linearize, boost, evaluate):
+    for command in (data, table, distil, prune, linearize, boost, average, evaluate):
         app.command()(writing(command))
 
 
@@ -332,6 +332,31 @@ def boost(
     names = "+".join(str(out / str(number + 1)) for number in range(len(known)))
     text = "\n".join(f"{out / str(number)}: {_lengths(one)}" for number, one in enumerate(known, 1))
     report({"drafter": names, "drafters": known}, f"{text}\nuse them with --drafter {names}", json)
+
+
+def average(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Drafters that were trained on from the same one, two or more.")
+    ],
+    target: Target,
+    data: Data,
+    out: Out,
+    held_out: HeldOut = EVALUATION_TASKS,
+    dtype: DType = None,
+    device: Device = None,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    json: Json = False,
+) -> None:
+    """Average the weights of heads, or of Mamba drafters: often better than each of them, and as fast."""
+    from outrider.train.average import average_folders
+
+    tasks = plan_from("head", None, "", None, None, held_out).held_out
+    engine = load_target(target, dtype, device, threads, trust_remote_code)
+    with progress("average", quiet=json) as tell:
+        tell(0, 1, "measuring")
+        known = average_folders(engine, folders, data, out, tasks)
+    report({"out": str(out), **known}, f"{out}: {_lengths(known)}", json)
 
 
 def evaluate(

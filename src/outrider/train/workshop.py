@@ -137,13 +137,45 @@ def distil(
     keep_draft_ids(student, out / "run")
     trainer = Trainer(student, settings, out / "run")
     train(trainer, feed, lambda: predicted_acceptance(student, held), learning_curve, every, patience, tell)
+    best = max(trainer.curve, key=lambda point: point["acceptance_length"])
+    return student, write_drafter(
+        engine, data, out, plan, student, held, _facts(plan, settings, trainer, answered), best
+    )
+
+
+def write_drafter(
+    engine: Engine,
+    data: Path,
+    out: Path,
+    plan: Plan,
+    student: Student,
+    held: list[Example],
+    made: dict[str, Any],
+    predicted: Mapping[str, float],
+) -> dict[str, Any]:
+    """Write the folder of a finished drafter, and measure it there; returns what is known about it.
+
+    Args:
+        made: how it came to be.
+        predicted: what `predicted_acceptance` found.
+    """
     sharpness, agreement = best_sharpness(student, held)
-    drawn = {"sharpness": sharpness, "drawn_agreement": {str(s): agreement[s] for s in (1.0, sharpness)}}
-    known = about(engine, data, **_facts(plan, settings, trainer, student, answered), **drawn)
+    known = about(
+        engine,
+        data,
+        kind=plan.kind if plan.kind != "head" else f"head, {plan.core} core",
+        parameters=sum(p.numel() for p in student.module.parameters() if p.requires_grad),
+        draft_vocabulary=len(student.draft_ids),
+        **made,
+        predicted_acceptance_length=predicted["acceptance_length"],
+        predicted_accuracy=[v for k, v in predicted.items() if k.startswith("accuracy_")],
+        sharpness=sharpness,
+        drawn_agreement={str(s): agreement[s] for s in (1.0, sharpness)},
+    )
     save_student(engine, plan, student, out, known, _card(plan, known))
     known["measured_acceptance_length"] = measured_acceptance(engine, out, held)
     save_student(engine, plan, student, out, known, _card(plan, known))
-    return student, known
+    return known
 
 
 def check_run(engine: Engine, data: Path, out: Path, plan: Plan) -> Plan:
@@ -174,10 +206,15 @@ def load_examples(engine: Engine, data: Path, plan: Plan, tell: Tell) -> tuple[l
     taps = plan_taps(engine, plan)
     answers = read_answers(data)
     tell_cut(data, [answer.ids for answer in answers])
-    held = make_held_out(engine, data, tasks=plan.held_out)
     compute_features(engine, data, taps, tell)
+    return examples(data, taps), held_out_examples(engine, data, plan)
+
+
+def held_out_examples(engine: Engine, data: Path, plan: Plan) -> list[Example]:
+    """The held-out answers with their hidden states, made if they are not there yet."""
+    held, taps = make_held_out(engine, data, tasks=plan.held_out), plan_taps(engine, plan)
     compute_features(engine, data, taps, silent, held.name)
-    return examples(data, taps), examples(data, taps, held.name)
+    return examples(data, taps, held.name)
 
 
 @torch.no_grad()
@@ -250,21 +287,16 @@ def measured_acceptance(engine: Engine, folder: Path, held: Sequence[Example]) -
     return emitted / max(rounds, 1)
 
 
-def _facts(plan: Plan, settings: DistilSettings, trainer: Trainer, student: Student, answered: int) -> dict[str, Any]:
-    best = max(trainer.curve, key=lambda point: point["acceptance_length"])
-    kept = [p for p in student.module.parameters() if p.requires_grad]
-    idle = {"draft_vocab"} if plan.kind == "head" else {"draft_vocab", "steps", "ramp"}  # told below, or of heads alone
+def _facts(plan: Plan, settings: DistilSettings, trainer: Trainer, answered: int) -> dict[str, Any]:
+    idle = (
+        {"draft_vocab"} if plan.kind == "head" else {"draft_vocab", "steps", "ramp"}
+    )  # told besides, or of heads alone
     return {
-        "kind": plan.kind if plan.kind != "head" else f"head, {plan.core} core",
-        "parameters": sum(p.numel() for p in kept),
-        "draft_vocabulary": len(student.draft_ids),
         "answer_tokens": answered,
         "tokens_trained_on": trainer.tokens,
         "minutes": trainer.seconds / 60,
         "settings": {name: value for name, value in asdict(settings).items() if name not in idle},
         **({"started_from": plan.init} if plan.init else {}),
-        "predicted_acceptance_length": best["acceptance_length"],
-        "predicted_accuracy": [v for k, v in best.items() if k.startswith("accuracy_")],
     }
 
 

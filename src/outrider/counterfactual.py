@@ -33,7 +33,7 @@ START, PURSE = 2.0, 8.0  # what the purse holds at first and at most, in plain r
 STALL = 1.5  # most that a drafted round takes from the purse, in those expected
 CHECK = 0.005  # share of the speed that plain rounds may cost while drafting pays: they tell what it is compared with
 LEAST_PRICE = 0.2  # of a trial, as a share of what it loses when nothing is right
-FRUITLESS = 8  # drafted rounds in a row without a token kept, from which on trials may cost half as much
+FRUITLESS = 16  # drafted rounds in a row without a token kept, from which on trials may cost half as much
 FORGET = 0.03  # weight left to rounds before a change of the text
 SLACK, ALARM, CLIP, LEAST_SPREAD = 0.5, 6.0, 3.0, 0.4  # of the two-sided cumulative sum that notices such a change
 
@@ -82,7 +82,7 @@ class Counterfactual:
     """
 
     def __init__(
-        self, arms: Sequence[Shape], discount: float = 0.99, share: float = 0.01, margin: float = 0.01
+        self, arms: Sequence[Shape], discount: float = 0.99, share: float = 0.012, margin: float = 0.01
     ) -> None:
         self.discount, self.share, self.margin = discount, share, margin
         self.knowledge = Knowledge()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import platform
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from outrider import doctor
 from outrider.models.native import NativeTreeModel
 from outrider.native import codes as module
 from outrider.native import layout, library
-from outrider.native.codes import PIECE, RARE, Codes
+from outrider.native.codes import PIECE, Codes
 from outrider.native.layout import CHUNK, Layout, parts
 from outrider.native.linear import RowProduct
 
@@ -32,13 +34,12 @@ def kernels() -> None:
         pytest.skip("this CPU multiplies no bf16 by itself, so nothing is written in codes")
 
 
-def numbers(outs: int, inputs: int, patched: bool = True) -> Tensor:
-    """A weight with a few numbers that are no usual ones."""
+def numbers(outs: int, inputs: int, odd: int = 12) -> Tensor:
+    """A weight with some numbers that are no usual ones."""
     generator = torch.Generator().manual_seed(outs * inputs)
     weight = torch.randn(outs, inputs, generator=generator).bfloat16()
-    if patched:
-        places = torch.randperm(weight.numel(), generator=generator)[: weight.numel() // (2 * RARE) + 20]
-        weight.view(-1)[places] = (2.0 ** torch.arange(-90, 90, 9)).bfloat16().repeat(len(places))[: len(places)]
+    places = torch.randperm(weight.numel(), generator=generator)[:odd]
+    weight.view(-1)[places] = (2.0 ** torch.arange(-90, 90, 9)).bfloat16().repeat(len(places))[: len(places)]
     return weight
 
 
@@ -57,7 +58,7 @@ def is_coded(weight: Tensor) -> bool:
 @pytest.mark.parametrize(("outs", "inputs"), SIZES)
 def test_products_have_the_bits_of_weights_as_they_lie(outs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RARE", 1)  # also of small weights, in which one patch is not rare
-    weight = numbers(outs, inputs)
+    weight = numbers(outs, inputs, odd=20 + outs * inputs // 100)
     assert Codes(weight, parts(outs)).patches > 0 or inputs * outs < 1000
     assert is_coded(weight)
     lying, product = RowProduct([weight], [None]), laid(weight)
@@ -69,6 +70,7 @@ def test_products_have_the_bits_of_weights_as_they_lie(outs: int, inputs: int, m
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_bits_are_the_same_with_any_number_of_threads(threads: int) -> None:
     weight, before = numbers(400, 576), torch.get_num_threads()
+    assert is_coded(weight)
     expected = RowProduct([weight], [None])(rows(9, 576))
     torch.set_num_threads(threads)
     try:
@@ -86,6 +88,56 @@ def test_every_number_comes_back(first: int) -> None:
     weight = every.repeat(PIECE * 128 // len(every) + 1)[: PIECE * 128].view(PIECE, 128)
     assert set(every.tolist()) == set(weight.flatten().tolist()) and is_coded(weight)
     assert torch.equal(laid(weight)(torch.eye(128).bfloat16()), weight.T)
+
+
+def decoded(weight: Tensor) -> np.ndarray:
+    """The bits of a weight, read from the memory of its layout as `coded.h` describes it."""
+    held = Layout([weight])
+    (codes,) = held.codes.values()
+    outs, inputs = weight.shape
+    memory, bits = held.memory.numpy(), np.zeros((outs, inputs), dtype=np.uint16)
+    at = 0
+    for number, start in enumerate(range(0, outs, PIECE)):
+        tiles = [min(first, outs - 16) for first in range(start, min(start + PIECE, outs), 16)]
+        place, count = codes._pieces[number, 2:].tolist()
+        upper = codes._pieces[number, :2].numpy().view(np.uint8)
+        raw = np.frombuffer((ctypes.c_char * (8 * (count + 1))).from_address(place), dtype=np.uint8).reshape(-1, 8)
+        assert (raw[-1, :4] == 255).all()
+        patches = {(int(p[:4].view(np.uint32)[0]), int(p[4])): p[5] for p in raw[:-1]}
+        for step in range(inputs // 4 * len(tiles)):
+            packed, lower = memory[at : at + 32], memory[at + 32 : at + 96]
+            high = upper[np.stack([packed & 15, packed >> 4], axis=1).ravel()]
+            high = np.array([patches.get((step, i), high[i]) for i in range(64)], dtype=np.uint16)
+            part, at = high << 8 | lower, at + 96
+            for half in range(2):  # of sixteen numbers the first eight are of the first two inputs
+                numbers = part.reshape(4, 2, 8)[:, half].reshape(16, 2)
+                first = step // len(tiles) * 4 + 2 * half
+                bits[tiles[step % len(tiles)] : tiles[step % len(tiles)] + 16, first : first + 2] = numbers
+    return bits
+
+
+@pytest.mark.parametrize("outs", [16, 17, 40, 48, 100])
+def test_all_bits_are_there_also_of_what_is_no_number(outs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinities, NaN of every kind, zeros of both signs, numbers too small to be normal; patches in every place of a step."""
+    monkeypatch.setattr(module, "RARE", 1)
+    generator = torch.Generator().manual_seed(outs)
+    bits = torch.randint(-(1 << 15), 1 << 15, (outs, 32), generator=generator).to(torch.int16)
+    bits[: outs // 2] = torch.randn(outs // 2, 32, generator=generator).bfloat16().view(torch.int16)
+    bits[0, :5] = torch.tensor([0, -(1 << 15), 0x7F80, 0x7FC1, 1], dtype=torch.int16)
+    weight = bits.view(torch.bfloat16)
+    assert np.array_equal(decoded(weight), bits.numpy().view(np.uint16))
+
+
+def test_a_weight_that_changes_while_it_is_laid_out_harms_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its codes were chosen before: there is room for as many patches as were counted, and for no more."""
+    weight = numbers(96, 64, odd=0)
+    chosen = Codes(weight, parts(96))
+    weight.view(torch.int16).random_(generator=torch.Generator().manual_seed(0))
+    behind = chosen._patches[-1].item()
+    out = torch.zeros(96 * 64 * 2, dtype=torch.uint8)
+    layout.lay_out(weight, out.data_ptr(), chosen)
+    assert chosen._patches[-1].item() == behind == -1
+    assert not out[96 * 64 * 3 // 2 :].any()
 
 
 def test_a_quarter_less_is_held() -> None:
@@ -114,13 +166,13 @@ def test_weights_of_all_sorts_of_numbers_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("inputs", [6, 34, 578])
 def test_inputs_that_fill_no_step_stay_as_they_are(inputs: int) -> None:
-    weight = numbers(64, inputs, patched=False)
+    weight = numbers(64, inputs, odd=0)
     assert not is_coded(weight)
     assert torch.equal(laid(weight)(rows(9, inputs)), RowProduct([weight], [None])(rows(9, inputs)))
 
 
 def test_a_drafters_bytes_are_not_coded() -> None:
-    weight = numbers(64, 64, patched=False)
+    weight = numbers(64, 64, odd=0)
     if layout.multiplies_bytes():
         assert (
             not Layout([weight], rounds=True).codes and Layout([weight], rounds=True).memory.numel() == weight.numel()
@@ -146,7 +198,7 @@ def test_cpus_that_do_not_multiply_bf16_say_so_and_have_the_same_products(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Up to the order in which a pair of products is added."""
-    weight, x = numbers(100, 64, patched=False), rows(9, 64)
+    weight, x = numbers(100, 64, odd=0), rows(9, 64)
     expected = laid(weight)(x)
     with monkeypatch.context() as patched:
         patched.setenv("OUTRIDER_CACHE", str(tmp_path))

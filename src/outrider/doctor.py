@@ -135,7 +135,8 @@ def _advice(report: dict[str, Any]) -> list[str]:
         advice.append(f"trees are scored by {target['way']}: right, but slower than one masked pass")
     memory = report["machine"]["memory_bytes"]
     context = target["context"] or 8192
-    weights = min(target["weight_bytes"], target.get("memory_budget_bytes", target["weight_bytes"]))
+    held = target.get("held_bytes", target["weight_bytes"])
+    weights = min(held, target.get("memory_budget_bytes", held))
     need = (
         weights
         + target.get("screen_bytes", 0)
@@ -153,7 +154,7 @@ def _advice(report: dict[str, Any]) -> list[str]:
 
 
 LABELS = {
-    "held_bytes": "weights as they are read, in twelve bits a number",
+    "held_bytes": "weights as they are read, in twelve bits a number where that is exact",
     "screen_bytes": "vocabulary head in bytes, by which logits are screened",
 }
 

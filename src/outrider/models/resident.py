@@ -83,8 +83,8 @@ def _pages(weight: Tensor) -> tuple[int, int]:
 def in_huge_pages(size: int) -> Tensor:
     """Uninitialized bytes, aligned for vectors, and in huge pages where the system has them: those are read faster."""
     if size < HUGE_PAGE or sys.platform != "linux":
-        return _aligned(torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8), mmap.PAGESIZE)[:size]
-    found = _aligned(torch.empty(size + HUGE_PAGE, dtype=torch.uint8), HUGE_PAGE)[:size]
+        return _aligned(torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device="cpu"), mmap.PAGESIZE)[:size]
+    found = _aligned(torch.empty(size + HUGE_PAGE, dtype=torch.uint8, device="cpu"), HUGE_PAGE)[:size]
     with suppress(OSError, AttributeError):
         _advise(*_pages(found), MADV_HUGEPAGE)
     return found

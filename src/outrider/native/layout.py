@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from outrider.models.resident import in_huge_pages, release
-from outrider.native.codes import Codes, takes_codes
+from outrider.native.codes import PIECE, Codes, takes_codes
 from outrider.native.library import library
 
 TILE, LINE = 16, 64
-CHUNK = 64 * 3 * TILE  # outputs that are laid out at a time: whole pieces, which are three tiles
+CHUNK = 64 * PIECE  # outputs that are laid out at a time
 LONGEST = 1 << 16  # inputs whose sum of products of bytes fits into four bytes
 
 
@@ -54,17 +54,17 @@ class Layout:
         rounded = {_key(weight): _rounded(weight) for weight in self._held if rounds and _rounds(weight)}
         self._scales = {key: scales_V for key, (_, scales_V) in rounded.items()}
         sources = [rounded[_key(weight)][0] if _key(weight) in rounded else weight for weight in self._held]
-        self.codes = {_key(source): codes for source in sources if (codes := _codes(source)) is not None}
-        places, end = [], 0
-        for source in sources:
-            places.append(end)
-            size = _size(source) * 3 // 4 if _key(source) in self.codes else _size(source)
-            end += -(-size // LINE) * LINE
-        self.memory = in_huge_pages(end)
-        self._at = {_key(weight): self.memory.data_ptr() + place for weight, place in zip(self._held, places)}
+        memory = in_huge_pages(sum(_whole_lines(_size(source)) for source in sources))
+        self.codes, self._at, end = dict[tuple[int, torch.Size], Codes](), dict[tuple[int, torch.Size], int](), 0
         for weight, source in zip(self._held, sources):
-            lay_out(source, self._at[_key(weight)], self.codes.get(_key(source)))
+            codes = _codes(source)
+            if codes is not None:
+                self.codes[_key(weight)] = codes
+            self._at[_key(weight)] = memory.data_ptr() + end
+            lay_out(source, memory.data_ptr() + end, codes)
             release(weight)
+            end += _whole_lines(_held_bytes(_size(source), codes))
+        self.memory = memory[:end]  # pages behind it were never touched
 
     def linear(self, weight: Tensor, bias: int | None = None) -> LinearStructure:
         """A weight for the kernels, laid out or else as it lies.
@@ -95,11 +95,8 @@ def lay_out(weight_VK: Tensor, at: int, codes: Codes | None = None) -> None:
     outs, inputs = weight_VK.shape
     call, size, threads = library().outrider_lay_out, weight_VK.element_size(), torch.get_num_threads()
     for start, end in parts(outs):
-        part_VK, before = weight_VK[start:end], start * inputs * size
-        if codes is None:
-            call(size, part_VK.data_ptr(), end - start, inputs, at + before, None, threads)
-        else:
-            call(size, part_VK.data_ptr(), end - start, inputs, at + before * 3 // 4, codes.at(start), threads)
+        part_VK, place = weight_VK[start:end], at + _held_bytes(start * inputs * size, codes)
+        call(size, part_VK.data_ptr(), end - start, inputs, place, codes and codes.at(start), threads)
         release(part_VK)
 
 
@@ -142,6 +139,15 @@ def _rounded(weight_VK: Tensor) -> tuple[Tensor, Tensor]:
         out_VK.copy_((wide_VK * (127 / highest_V1).nan_to_num_(posinf=0.0)).round_().add_(128))
         torch.div(highest_V1[:, 0], 127, out=scale_V)
     return bytes_VK, scales_V
+
+
+def _held_bytes(size: int, codes: Codes | None) -> int:
+    """What is left of so many bytes."""
+    return size if codes is None else size * 3 // 4
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 def _size(weight: Tensor) -> int:

@@ -25,10 +25,11 @@ struct Laid {
     typedef T Number;
     static constexpr int TILES = C, UNITS = 1;
     static constexpr int64_t SIZE = C * LINE;
-    static constexpr int FEWEST = 5;  // from so many rows on, what follows is asked for
+    static constexpr int FEWEST = 6;  // from so many rows on, what follows is asked for
     const T* at;
 
     __attribute__((always_inline)) void read(typename Step<T>::Vector (&out)[UNITS][C]) {
+        UNROLLED
         for (int c = 0; c < C; c++) out[0][c] = Step<T>::read(at + c * Step<T>::size);
         at += C * Step<T>::size;
     }
@@ -58,7 +59,7 @@ void add(Weights w, int64_t inputs, const typename Weights::Number* x, int64_t s
                 for (int c = 0; c < C; c++) sum[r][c] = S::add(sum[r][c], weights[u][c], at);
             }
         }
-        ahead += LINES * LINE;
+        ahead += std::min(LINES * LINE, Weights::SIZE);  // lines that a step only touches are asked for twice
     } while (k < inputs);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sums[r * C + c] = sum[r][c];

@@ -22,7 +22,9 @@ from outrider.train import data as data_module
 from outrider.train import prompts as prompts_module
 from outrider.train import workshop as workshop_module
 from outrider.train.data import make_held_out
+from outrider.train.features import compute_features, examples
 from outrider.train.prompts import is_held_out
+from outrider.train.students import HeadStudent, new_head
 from toy import byte_tokenizer
 
 TEMPLATE = (
@@ -98,6 +100,15 @@ def table(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("table") / "out"
     succeed("table", "--target", target, "--data", data, "--out", out, "--dtype", "fp32")
     return out
+
+
+def head_student(engine: Engine, data: Path, core: str = "attention") -> tuple[list, list, HeadStudent]:
+    """Examples, held-out examples and a fresh head of a data set."""
+    path = workshop_module.make_held_out(engine, data)
+    for pattern in ("shard-*.safetensors", path.name):
+        compute_features(engine, data, (0, 1), pattern=pattern)
+    found, held = examples(data, (0, 1)), examples(data, (0, 1), path.name)
+    return found, held, HeadStudent(engine, new_head(engine, found, (0, 1), 200, 0, core))
 
 
 def run(*arguments: object) -> tuple[int, str, str]:

@@ -63,7 +63,8 @@ class CodeWriter {
     void write(const uint16_t* numbers, int64_t steps) {
         for (int64_t i = 0; i < steps; i++, numbers += STEP_NUMBERS * tiles)
             for (int64_t c = 0; c < tiles; c++)
-                write_step(_mm512_loadu_si512(numbers + STEP_NUMBERS / 2 * c), _mm512_loadu_si512(numbers + STEP_NUMBERS / 2 * (c + tiles)));
+                write_step(_mm512_loadu_si512(numbers + STEP_NUMBERS / 2 * c),
+                           _mm512_loadu_si512(numbers + STEP_NUMBERS / 2 * (c + tiles)));
     }
 
   private:
@@ -108,6 +109,7 @@ class Coded {
     static constexpr int TILES = C, UNITS = 2;
     static constexpr int64_t SIZE = C * STEP_BYTES;
     static constexpr int FEWEST = 4;
+    const uint8_t* at;
 
     Coded(const uint8_t* at, const Codes& codes)
         : at(at), patch(codes.patches), next(patch->step),
@@ -129,7 +131,6 @@ class Coded {
     }
 
   private:
-    const uint8_t* at;
     const Patch* patch;
     uint32_t next, step = 0;
     const __m512i upper;

@@ -95,7 +95,7 @@ void outrider_choose_codes(const void* weight, int64_t outs, int64_t inputs, Cod
 
 // A weight [outs, K] with at least sixteen outputs and inputs of whole four bytes, laid out for products: as many numbers and the last
 // tile's overlap. With `codes` of its pieces, else null, in these.
-void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, Codes* codes, int64_t threads) {
+void outrider_lay_out(int64_t bytes, const void* weight, int64_t outs, int64_t inputs, void* out, const Codes* codes, int64_t threads) {
 #pragma omp parallel num_threads(int(threads))
     lay_out(Linear{weight, nullptr, outs, 0, nullptr, codes}, inputs * bytes, out);
 }

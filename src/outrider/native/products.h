@@ -17,7 +17,7 @@ struct Linear {  // weight [outs, K] of T, bias [outs] or null
     const float* bias;
     int64_t outs, laid;  // `laid`: whether the weight went through `lay_out`
     const float* scales;  // [outs] of a weight in bytes, which is laid out; else null
-    Codes* codes;         // [pieces] of a weight of bf16 in codes, which is laid out; else null
+    const Codes* codes;   // [pieces] of a weight of bf16 in codes, which is laid out; else null
 
     // The last tile of a size that is no multiple ends where the weight ends.
     int64_t tiles() const { return (outs + TILE - 1) / TILE; }

@@ -1,8 +1,9 @@
 // Sums of products, for every number of rows and tiles, and weights laid out for them.
 //
-// A unit is four bytes: one float of a row, two bf16, or four bytes. Laid out, sixteen outputs lie side by side, one unit of their input each, so one
-// vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles of sixteen outputs
-// lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the stack, a part at a time.
+// A unit is four bytes: one float of a row, two bf16, or four bytes. Laid out, sixteen outputs lie side by side, one unit of their
+// input each, so one vector of a weight meets one unit of x in all lanes, and an output is one sum in the order of its inputs. Tiles
+// of sixteen outputs lie vector beside vector: products go through memory in one stream. A weight as it lies is laid out on the
+// stack, a part at a time.
 
 #include <type_traits>
 #include <utility>
@@ -75,11 +76,10 @@ void add_rows(Weights w, int64_t inputs, const T* x, int64_t stride, int64_t row
 // All rows, some at a time. While several are multiplied, weights that follow in memory are asked for; while more are than fit at
 // once, those of the next piece, in even shares.
 template <class Weights, class T, class Sums>
-void add_tiles(Weights w, const void* begin, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory,
-               Sums* sums) {
+void add_tiles(Weights w, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sums* sums) {
     constexpr int LINES = int((Weights::SIZE + LINE - 1) / LINE);  // of a step
     const int64_t chunks = (rows + MOST - 1) / MOST, size = inputs / (Weights::UNITS * Step<T>::unit) * Weights::SIZE;
-    const char* at = static_cast<const char*>(begin);
+    const char* at = reinterpret_cast<const char*>(w.at);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const int64_t left = chunks - chunk, some = (rows + left - 1) / left;
         const char* part = at + size + chunk * size / chunks;
@@ -91,20 +91,23 @@ void add_tiles(Weights w, const void* begin, int64_t inputs, const T* x, int64_t
     }
 }
 
+// Does work with a number of tiles that the compiler knows.
+template <class Work>
+void with_tiles(int64_t beside, Work work) {
+    if (beside == 1) work(std::integral_constant<int, 1>{});
+    else if (beside == 2) work(std::integral_constant<int, 2>{});
+    else work(std::integral_constant<int, SIDE>{});
+}
+
 template <class T>
 void add_piece(const T* w, int64_t beside, int64_t inputs, const T* x, int64_t stride, int64_t rows, bool is_in_memory, Sum<T>* sums) {
-    if (beside == 1) add_tiles(Laid<T, 1>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
-    else if (beside == 2) add_tiles(Laid<T, 2>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
-    else add_tiles(Laid<T, SIDE>{w}, w, inputs, x, stride, rows, is_in_memory, sums);
+    with_tiles(beside, [&](auto tiles) { add_tiles(Laid<T, tiles>{w}, inputs, x, stride, rows, is_in_memory, sums); });
 }
 
 void add_coded(const Linear& m, int64_t piece, int64_t beside, int64_t inputs, const bf16* x, int64_t rows, Floats* sums) {
 #if defined(CODES)
     const auto* at = static_cast<const uint8_t*>(m.weight) + coded_size(piece * SIDE, inputs);
-    const Codes& codes = m.codes[piece];
-    if (beside == 1) add_tiles(Coded<1>(at, codes), at, inputs, x, inputs, rows, true, sums);
-    else if (beside == 2) add_tiles(Coded<2>(at, codes), at, inputs, x, inputs, rows, true, sums);
-    else add_tiles(Coded<SIDE>(at, codes), at, inputs, x, inputs, rows, true, sums);
+    with_tiles(beside, [&](auto tiles) { add_tiles(Coded<tiles>(at, m.codes[piece]), inputs, x, inputs, rows, true, sums); });
 #endif
 }
 

@@ -279,7 +279,8 @@ def committed_tensors(state: Any, row: int = 0) -> list[torch.Tensor]:
         return list(_tensors(state.states[row]))
     cache, found = state.cache, []
     for _, layer in sorted(cache.attention.items()):
-        found += [layer.keys_BHSD[row, :, :length], layer.values_BHSD[row, :, :length]]
+        keys_HSD = layer.blocks()[row].flatten(1, 2).flatten(2) if layer.in_blocks else layer.keys_BHSD[row]
+        found += [keys_HSD[:, :length], layer.values_BHSD[row, :, :length]]
     if cache.states is not None:
         found += [tensor for _, tensor in sorted(cache.states.committed(row).items())]
     return found

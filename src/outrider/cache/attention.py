@@ -4,7 +4,10 @@ Slot s < length holds the committed token at position s. Pending nodes lie behin
 committed prefix of its row and its ancestors; windows count positions along the path, not slots. A commit gathers the
 path's slots into place.
 
-Shapes: B rows, H key-value heads, S slots, D head size, N new nodes, M pending nodes.
+Compiled kernels hold keys in the same memory in an order of their own (`native/attention.h`): those of sixteen slots side by
+side, four bytes of each.
+
+Shapes: B rows, H key-value heads, S slots, D head size, N new nodes, M pending nodes, J blocks, L slots of a block.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
+BLOCK, UNIT = 16, 4  # slots whose keys kernels hold side by side, and bytes of each
 
 
 class AttentionLayer:
     """Preallocated keys and values of one layer."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = aligned(capacity, BLOCK)
+        self.in_blocks = False  # keys lie as compiled kernels hold them
         self.keys_BHSD: Tensor | None = None
         self.values_BHSD: Tensor | None = None
         self.beside: Any = None  # what a reader keeps about them; forgotten when they come to lie elsewhere
 
     def write(self, keys_BHND: Tensor, values_BHND: Tensor, start: int, align: bool = False) -> tuple[Tensor, Tensor]:
         """Put new keys and values at slots `start`... and return everything up to their end, `aligned` when in a tree."""
+        assert not self.in_blocks, "these keys belong to compiled kernels"
         end = start + keys_BHND.shape[2]
         shown = aligned(end) if align else end
         if self.keys_BHSD is None or shown > self.capacity:
@@ -40,7 +46,8 @@ class AttentionLayer:
         return self.keys_BHSD[:, :, :shown], self.values_BHSD[:, :, :shown]
 
     def reserve(self, like: Tensor, heads: int, size: int, end: int) -> tuple[Tensor, Tensor]:
-        """All slots, at least `end` of them, allocated if need be with the rows, dtype and device of a tensor."""
+        """All slots, at least `end` of them, for kernels; allocated if need be with the rows, dtype and device of `like`."""
+        self.in_blocks = True
         if self.keys_BHSD is None or end > self.keys_BHSD.shape[2]:
             none = like.new_empty(like.shape[0], heads, 0, size)
             self._allocate(none, none, end)
@@ -50,7 +57,7 @@ class AttentionLayer:
     def _allocate(self, keys: Tensor, values: Tensor, needed: int) -> None:
         old, self.beside = (self.keys_BHSD, self.values_BHSD), None
         if needed > self.capacity:
-            self.capacity = max(needed, self.capacity + self.capacity // 2)
+            self.capacity = aligned(max(needed, self.capacity + self.capacity // 2), BLOCK)
         # zeros, not empty: masked slots still pass through the products, and 0 * NaN is NaN
         self.keys_BHSD = keys.new_zeros(*keys.shape[:2], self.capacity, keys.shape[3])
         self.values_BHSD = values.new_zeros(*values.shape[:2], self.capacity, values.shape[3])
@@ -72,17 +79,33 @@ class AttentionLayer:
         if self.keys_BHSD is None or self.values_BHSD is None:
             return
         end = target + len(slots)
-        self.keys_BHSD[row, :, target:end] = self.keys_BHSD[row].index_select(1, slots)
+        if self.in_blocks:
+            keys_HJLUX, targets = self.blocks()[row], torch.arange(target, end, device=slots.device)
+            keys_HJLUX[:, targets // BLOCK, targets % BLOCK] = keys_HJLUX[:, slots // BLOCK, slots % BLOCK]
+        else:
+            self.keys_BHSD[row, :, target:end] = self.keys_BHSD[row].index_select(1, slots)
         self.values_BHSD[row, :, target:end] = self.values_BHSD[row].index_select(1, slots)
 
     def move_many(self, rows_M: Tensor, slots_M: Tensor, targets_M: Tensor) -> None:
         """Copy slots of several rows at once."""
-        for held in (self.keys_BHSD, self.values_BHSD):
-            if held is not None:
-                held[rows_M, :, targets_M] = held[rows_M, :, slots_M]
+        if self.keys_BHSD is None or self.values_BHSD is None:
+            return
+        if self.in_blocks:
+            keys, to, of = self.blocks(), targets_M, slots_M
+            keys[rows_M, :, to // BLOCK, to % BLOCK] = keys[rows_M, :, of // BLOCK, of % BLOCK]
+        else:
+            self.keys_BHSD[rows_M, :, targets_M] = self.keys_BHSD[rows_M, :, slots_M]
+        self.values_BHSD[rows_M, :, targets_M] = self.values_BHSD[rows_M, :, slots_M]
+
+    def blocks(self) -> Tensor:
+        """The same keys as compiled kernels hold them, [B, H, J, L, units, numbers of a unit]."""
+        assert self.in_blocks and self.keys_BHSD is not None
+        numbers = UNIT // self.keys_BHSD.element_size()
+        return self.keys_BHSD.unflatten(2, (-1, BLOCK)).flatten(3).unflatten(3, (-1, BLOCK, numbers)).transpose(3, 4)
 
     def forget(self, slots: int) -> None:
-        """Give up the first slots; the others move to the front."""
+        """Give up the first slots, whole blocks; the others move to the front."""
+        assert not slots % BLOCK
         for held in (self.keys_BHSD, self.values_BHSD):
             if held is not None:
                 held[:, :, : held.shape[2] - slots] = held[:, :, slots:].clone()
@@ -103,6 +126,7 @@ class AttentionLayer:
     def stack(cls, layers: Sequence[AttentionLayer]) -> AttentionLayer:
         """One layer of the rows of several, whose prefixes may differ in length."""
         out = cls(max(layer.capacity for layer in layers))
+        out.in_blocks = any(layer.in_blocks for layer in layers)
         for name in ("keys_BHSD", "values_BHSD"):
             parts = [getattr(layer, name) for layer in layers]
             known = next((part for part in parts if part is not None), None)
@@ -157,13 +181,13 @@ def visibility(
     return visible_BNS
 
 
-def aligned(slots: int) -> int:
-    """Slots rounded up to whole vectors.
+def aligned(slots: int, to: int = ALIGNMENT) -> int:
+    """Slots rounded up to whole vectors, or blocks.
 
     A kernel adds up the last, incomplete vector in another order than a complete one. With whole vectors, whose rest is masked,
     a sum over the same visible slots has the same bits however many nodes were scored with it.
     """
-    return (slots + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return (slots + to - 1) // to * to
 
 
 def additive_mask(visible_BNS: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -107,8 +107,8 @@ class HeadText(DraftState):
             self.holders += [features_TD] * count
             self.raw = []
 
-    def _outputs(self, tokens: Rows, parents: Rows) -> Tensor:
-        """Feed nodes, return the block's outputs [1, N, D]."""
+    def _outputs(self, tokens: Rows, parents: Rows, wanted: int = 0) -> Tensor:
+        """Feed nodes, return the block's outputs [1, N, D], of which those before `wanted` are nothing."""
         (row,), (above,), start, length = tokens, parents, self.pending, self.lengths[0]
         self._read()
         self.vocabulary.follow(tokens)
@@ -122,7 +122,9 @@ class HeadText(DraftState):
         self._pass.attend(self.model.native.held(self.layer, self.stream_1ND, length + end))
         positions = [length + depth for depth in depths]
         self._pass.rotate(self.model.native.rotations(max(positions)))
-        self._pass(stream, length + start, positions, self.nodes.seen(start, length), hidden=outputs[start])
+        self._pass(
+            stream, length + start, positions, self.nodes.seen(start, length), hidden=outputs[start], wanted=wanted
+        )
         return self.outputs_ND[None, start:end]
 
     @inference
@@ -133,7 +135,8 @@ class HeadText(DraftState):
     @inference
     def follow(self, tokens: Rows) -> Tensor:
         """Feed a chain; logits of the draft vocabulary after its last token, [1, C]."""
-        return self.vocabulary.logits(self._outputs(tokens, [range(-1, len(tokens[0]) - 1)])[:, -1:])[:, 0]
+        last = len(tokens[0]) - 1
+        return self.vocabulary.logits(self._outputs(tokens, [range(-1, last)], last)[:, last:])[:, 0]
 
     @inference
     def commit(self, paths: Rows) -> None:

@@ -49,7 +49,7 @@ class _Model(Structure):
 
 class _Pass(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps")),
+        *((name, c_int64) for name in ("batch", "nodes", "slots", "room", "start", "threads", "taps", "wanted")),
         *((name, c_void_p) for name in ("stream", "cos", "sin", "places", "seen")),
         *((name, c_void_p) for name in ("keys", "values", "beside", "tapped")),
         *((name, c_void_p) for name in ("features", "hidden", "logits")),
@@ -151,6 +151,7 @@ class TextPass:
         hidden: int | None = None,
         features: int | None = None,
         logits: int | None = None,
+        wanted: int = 0,
     ) -> None:
         """Write what is wanted, and new keys and values to their slots.
 
@@ -160,6 +161,7 @@ class TextPass:
             seen: which slots a node sees, bool [N, S]; S is `start` + N.
             hidden, features, logits: addresses for outputs behind the last norm [N, D], of the tapped layers side by side
                 [N, taps * D], and of the vocabulary head [N, V].
+            wanted: the first node whose outputs of the last layer are wanted; those of nodes before it are left as they are.
 
         Raises:
             MemoryError: where there is none left for the pass.
@@ -169,7 +171,7 @@ class TextPass:
         self._seen[0] = seen
         call.nodes, call.slots, call.start, call.threads = nodes, start + nodes, start, torch.get_num_threads()
         call.stream, call.places = stream, ctypes.addressof(places)
-        call.hidden, call.features, call.logits = hidden, features, logits
+        call.hidden, call.features, call.logits, call.wanted = hidden, features, logits, wanted
         if self.decoder._library.outrider_pass(*self._at):
             raise MemoryError(NO_MEMORY)
 
@@ -319,6 +321,9 @@ class Decoder:
         logits_BNV = stream_BND.new_empty(batch, nodes, self.unembed.out_features) if logits and self.unembed else None
         features = stream_BND.new_empty(batch, nodes, len(taps) * width) if taps else None
         out_BND = stream_BND.new_empty(batch, nodes, width) if hidden else None
+        ends = (
+            logits_BNV is not None or hidden or len(self.layers) - 1 in taps
+        )  # else nothing is asked of the last layer
         cos, sin = (_pointers([pair[part] for pair in attended.rotations]) for part in (0, 1))
         seen, tapped = _pointers(attended.seen), (c_int64 * len(taps))(*taps)
         call = _Pass(
@@ -329,6 +334,7 @@ class Decoder:
             attended.start,
             torch.get_num_threads(),
             len(taps),
+            0 if ends else nodes,
             stream_BND.data_ptr(),
             ctypes.addressof(cos),
             ctypes.addressof(sin),

@@ -25,11 +25,11 @@ inline Floats load(const bf16* p) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Shorts*>(p), Ints) << 16);
 }
 inline void store(float* p, Floats x) { *reinterpret_cast<Unaligned*>(p) = x; }
-inline void store(bf16* p, Floats x) {  // to nearest, ties to even; NaN stays NaN
-    Ints bits = (Ints)x, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    up = x == x ? up : (Ints{} + 0x7fc0);
-    *reinterpret_cast<Shorts*>(p) = __builtin_convertvector(up, Shorts);
+inline Ints rounded(Floats x) {  // to bits of bf16, to nearest, ties to even; NaN stays NaN
+    Ints bits = (Ints)x, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff;
+    return x == x ? up : (Ints{} + 0x7fc0);
 }
+inline void store(bf16* p, Floats x) { *reinterpret_cast<Shorts*>(p) = __builtin_convertvector(rounded(x), Shorts); }
 template <class T>
 inline Floats load_some(const T* p, int64_t count) {  // lanes that are not there are 0
     if (count >= LANES) return load(p);

@@ -27,6 +27,7 @@ SOURCES = (
     "products.cpp",
     "screen.cpp",
     "sums.cpp",
+    "attention.h",
     "bounds.h",
     "coded.h",
     "highest.h",

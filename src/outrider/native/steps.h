@@ -10,7 +10,7 @@
 #if defined(__clang__)
 #define UNROLLED _Pragma("unroll")
 #else
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
 constexpr int TILE = 16;  // outputs that are made together
